@@ -1,0 +1,1 @@
+"""The only place that knows torch: weights, the paged KV tensors, attention, the forward pass, sampling."""
