@@ -1,0 +1,168 @@
+"""The shape of the house, held by a walk over every import.
+
+A module may import only from floors below its own. Heavy or foreign packages are confined to the rooms that exist for
+them. Imports under `if TYPE_CHECKING:` count too: a type is a dependency of the reader.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# From the roof down. The first prefix that matches a module is its floor, so exceptions stand before the rule.
+FLOORS: list[tuple[str, int]] = [
+    ("app.__main__", 90),
+    ("app.cli", 89),
+    ("app.bench", 88),
+    ("app.serve", 88),
+    ("app.main", 80),
+    ("app.routes", 75),
+    ("app.middleware", 74),
+    ("app.streaming", 72),
+    ("app.responses", 71),
+    ("app.assembly", 70),
+    ("app.validation", 70),
+    ("app.errors", 66),
+    ("app.metrics", 66),
+    ("app.logs", 65),
+    ("app.protocol", 64),
+    ("app.settings", 62),
+    ("app", 60),
+    ("model_runner.build", 58),
+    ("model_runner.engine_process", 55),
+    ("model_runner.async_engine", 54),
+    ("model_runner.supervisor", 53),
+    ("model_runner.tokenizer", 52),
+    ("model_runner.worker", 52),
+    ("model_runner.model_files", 51),
+    ("model_runner.engine", 46),
+    ("model_runner.messages", 40),
+    ("model_runner.core", 30),
+    ("model_runner", 10),
+]
+
+# package -> the only rooms that may import it
+CONFINED: dict[str, tuple[str, ...]] = {
+    "torch": ("model_runner.worker",),
+    "transformers": ("model_runner.worker",),
+    "safetensors": ("model_runner.worker",),
+    "fastapi": ("app",),
+    "starlette": ("app",),
+    "uvicorn": ("app",),
+    "pydantic": ("app",),
+    "prometheus_client": ("app",),
+    "jinja2": ("model_runner.tokenizer",),
+    "tokenizers": ("model_runner.tokenizer",),
+    "zmq": ("model_runner",),
+    "argparse": ("app", "model_runner.engine_process"),
+}
+
+NOT_IN_CORE = {
+    "torch", "transformers", "fastapi", "pydantic", "asyncio", "threading", "socket", "time", "datetime", "os",
+    "random", "subprocess", "multiprocessing", "concurrent", "zmq", "logging", "pathlib", "sys", "secrets",
+}  # fmt: skip
+
+# The shared words live on the ground floor; core may use these and itself, nothing else of the project.
+CORE_MAY_USE = ("model_runner.core", "model_runner.types", "model_runner.errors", "model_runner.messages")
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for top in ("app", "model_runner"):
+        for path in sorted((ROOT / top).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+def imports(path: Path, module: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}:{node.lineno}: write imports in full"
+            assert node.module
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def within(module: str, prefix: str) -> bool:
+    return module == prefix or module.startswith(prefix + ".")
+
+
+def floor(module: str) -> int:
+    return next(level for prefix, level in FLOORS if within(module, prefix))
+
+
+def room(module: str) -> str:
+    return next(prefix for prefix, _ in FLOORS if within(module, prefix))
+
+
+@pytest.mark.parametrize(("module", "path"), [pytest.param(m, p, id=m) for m, p in modules()])
+def test_imports_only_from_below(module: str, path: Path) -> None:
+    ours = {name for name, _ in modules()}
+    for target in imports(path, module):
+        if target in ours and room(target) != room(module):
+            assert floor(target) < floor(module), f"{module} (floor {floor(module)}) imports {target}"
+
+
+@pytest.mark.parametrize(("module", "path"), [pytest.param(m, p, id=m) for m, p in modules()])
+def test_foreign_packages_stay_in_their_rooms(module: str, path: Path) -> None:
+    for target in imports(path, module):
+        rooms = CONFINED.get(target.split(".")[0])
+        if rooms:
+            assert any(within(module, room) for room in rooms), f"{module} imports {target}"
+
+
+def test_core_is_pure() -> None:
+    for module, path in modules():
+        if not within(module, "model_runner.core"):
+            continue
+        for target in imports(path, module):
+            assert target.split(".")[0] not in NOT_IN_CORE, f"{module} imports {target}"
+            if within(target, "model_runner") or within(target, "app"):
+                assert any(within(target, allowed) for allowed in CORE_MAY_USE), f"{module} imports {target}"
+
+
+def test_only_the_composition_root_knows_the_worker() -> None:
+    for module, path in modules():
+        if within(module, "model_runner.worker") or module == "model_runner.build":
+            continue
+        for target in imports(path, module):
+            assert not within(target, "model_runner.worker"), f"{module} imports {target}"
+
+
+def test_the_api_process_never_loads_torch() -> None:
+    """What the walk can't see: a library that pulls it in."""
+    code = (
+        "import sys, app.cli, app.serve, app.main, model_runner.async_engine, model_runner.tokenizer\n"
+        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_importing_the_package_is_cheap() -> None:
+    code = "import sys, model_runner; print(len([name for name in sys.modules if name.startswith('model_runner')]))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "1"
+
+
+def test_files_and_functions_stay_readable() -> None:
+    too_long = []
+    for top in ("app", "model_runner", "tests"):
+        for path in sorted((ROOT / top).rglob("*.py")):
+            text = path.read_text()
+            if text.count("\n") > 420:
+                too_long.append(f"{path.relative_to(ROOT)}: {text.count(chr(10))} lines")
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                    if lines > 71:
+                        too_long.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {lines} lines")
+    assert not too_long, "\n".join(too_long)
