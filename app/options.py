@@ -1,0 +1,245 @@
+"""One table of options, many uses: a dataclass whose fields carry what argparse, the environment, `--help` and the
+README's table need to know. An option is declared once, with `option()`, and everything else is derived."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+Parse = Callable[[str], Any]
+
+
+class UsageError(Exception):
+    """What the person at the keyboard wrote can't be taken; the message says what to write instead. Exit code 2."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    name: str  # the dataclass field
+    flag: str
+    group: str
+    help: str
+    parse: Parse  # raises ValueError with what is allowed
+    metavar: str
+    default: str  # in words
+    repeatable: bool  # its values are tuples, and add up
+    secret: bool  # its value is never shown
+    known_as: tuple[str, ...]  # what other servers call it
+
+    def env(self, prefix: str) -> str:
+        return prefix + self.flag.removeprefix("--").replace("-", "_").upper()
+
+
+def option(
+    default: Any = dataclasses.MISSING,
+    *,
+    group: str,
+    help: str,
+    parse: Parse,
+    metavar: str,
+    shown: str | None = None,
+    flag: str | None = None,
+    repeatable: bool = False,
+    secret: bool = False,
+    known_as: tuple[str, ...] = (),
+    default_factory: Any = dataclasses.MISSING,
+) -> Any:
+    """A dataclass field that is also an option. `shown` is the default in words, where its value doesn't say it."""
+    about = {
+        "flag": flag,
+        "group": group,
+        "help": help,
+        "parse": parse,
+        "metavar": metavar,
+        "default": str(default) if shown is None else shown,
+        "repeatable": repeatable,
+        "secret": secret,
+        "known_as": known_as,
+    }
+    made: Any = dataclasses.field(
+        default=default, default_factory=default_factory, repr=not secret, metadata={"option": about}
+    )
+    return made
+
+
+def options_of(cls: type) -> tuple[Option, ...]:
+    """The options of a dataclass, in the order in which its fields are written."""
+    found = []
+    for field in dataclasses.fields(cls):
+        about = dict(field.metadata["option"])
+        flag = about.pop("flag") or "--" + field.name.replace("_", "-")
+        found.append(Option(name=field.name, flag=flag, **about))
+    return tuple(found)
+
+
+# --- what a value may be -------------------------------------------------------------------------------------------
+
+
+def text(value: str) -> str:
+    if not value.strip():
+        raise ValueError("must not be empty")
+    return value.strip()
+
+
+def choice(*allowed: str) -> Parse:
+    def parse(value: str) -> str:
+        if value not in allowed:
+            raise ValueError(f"{value!r} is not one of {', '.join(allowed)}{_did_you_mean(value, allowed)}")
+        return value
+
+    return parse
+
+
+def integer(minimum: int, maximum: int | None = None) -> Parse:
+    def parse(value: str) -> int:
+        if not re.fullmatch(r"[+-]?\d+", value.strip()):
+            raise ValueError(f"{value!r} is not a whole number; write for example {max(minimum, 1)}")
+        _check_range(int(value), minimum, maximum)
+        return int(value)
+
+    return parse
+
+
+def number(minimum: float, maximum: float | None = None) -> Parse:
+    def parse(value: str) -> float:
+        if not re.fullmatch(r"[+-]?(\d+(\.\d*)?|\.\d+)", value.strip()):
+            raise ValueError(f"{value!r} is not a number; write for example {maximum or 30:g}")
+        _check_range(float(value), minimum, maximum)
+        return float(value)
+
+    return parse
+
+
+def _check_range(value: float, minimum: float, maximum: float | None) -> None:
+    if value < minimum or (maximum is not None and value > maximum):
+        allowed = f"at least {minimum:g}" if maximum is None else f"from {minimum:g} to {maximum:g}"
+        raise ValueError(f"{value:g} is out of range; it must be {allowed}")
+
+
+# --- reading the command line and the environment --------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}. See `{self.prog} --help`.")
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Values that somebody wrote, and where: `{"port": 80}` and `{"port": "PLIMSOLL_PORT=80"}`."""
+
+    values: dict[str, Any]
+    written: dict[str, str]
+
+
+def build_parser(
+    prog: str, options: Sequence[Option], *, description: str, epilog: str, env_prefix: str | None
+) -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=prog,
+        description=description,
+        epilog=epilog,
+        formatter_class=_HelpFormatter,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    groups: dict[str, Any] = {}
+    for each in options:
+        group = groups.setdefault(each.group, None) or parser.add_argument_group(each.group)
+        groups[each.group] = group
+        env = f"; {each.env(env_prefix)}" if env_prefix else ""
+        shown = f"{each.help} [{each.default}{env}]".replace("%", "%%")
+        group.add_argument(each.flag, dest=each.name, metavar=each.metavar, action="append", help=shown)
+    return parser
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=6, width=100)
+
+
+def read_flags(parser: argparse.ArgumentParser, options: Sequence[Option], argv: Sequence[str]) -> Given:
+    """Raises UsageError for what is unknown, malformed, or given twice."""
+    found, unknown = parser.parse_known_args(argv)
+    if unknown:
+        raise UsageError(_explain_unknown(parser.prog, unknown[0], options))
+    given = Given({}, {})
+    for each in options:
+        raw: list[str] = getattr(found, each.name, [])
+        if len(raw) > 1 and not each.repeatable:
+            raise UsageError(f"{each.flag} is given {len(raw)} times ({', '.join(raw)}); write it once.")
+        for value in raw:
+            _put(given, each, value, where=each.flag, written=f"{each.flag} {value}")
+    return given
+
+
+def read_environment(options: Sequence[Option], environ: Mapping[str, str], prefix: str) -> Given:
+    """Empty values count as unset. Raises UsageError for a `PLIMSOLL_…` that is no option, or malformed."""
+    by_env = {each.env(prefix): each for each in options}
+    given = Given({}, {})
+    for name in sorted(environ):
+        value = environ[name]
+        if not name.startswith(prefix) or not value or _is_service_link(name, value, prefix):
+            continue
+        if name not in by_env:
+            raise UsageError(
+                f"unknown environment variable {name}{_did_you_mean(name, by_env)} Unset it, or see "
+                "`plimsoll serve --help` for the names."
+            )
+        _put(given, by_env[name], value, where=name, written=f"{name}={value}")
+    return given
+
+
+def _put(given: Given, option: Option, raw: str, *, where: str, written: str) -> None:
+    try:
+        value = option.parse(raw)
+    except ValueError as error:
+        raise UsageError(f"{where}: {error}") from None
+    if option.repeatable:
+        value = (*given.values.get(option.name, ()), *value)
+    given.values[option.name] = value
+    given.written[option.name] = where if option.secret else written
+
+
+def _is_service_link(name: str, value: str, prefix: str) -> bool:
+    """Kubernetes tells every pod of a Service named `plimsoll` about it: PLIMSOLL_PORT=tcp://10.0.0.1:8000,
+    PLIMSOLL_SERVICE_HOST, PLIMSOLL_PORT_8000_TCP_ADDR … None of them is meant for us."""
+    rest = name.removeprefix(prefix)
+    if rest.startswith("SERVICE_") or re.match(r"PORT_\d+_(TCP|UDP|SCTP)", rest):
+        return True
+    return rest == "PORT" and re.match(r"(tcp|udp|sctp)://", value) is not None
+
+
+def _explain_unknown(prog: str, word: str, options: Sequence[Option]) -> str:
+    flag = word.split("=")[0]
+    if not flag.startswith("-"):
+        return f"unexpected {word!r}; every value has an option before it. See `{prog} --help`."
+    for each in options:
+        if flag in each.known_as:
+            return f"unknown option {flag}; here it is called {each.flag}: {each.help}"
+    guess = _did_you_mean(flag, [each.flag for each in options])
+    return f"unknown option {flag}{guess} See `{prog} --help`."
+
+
+def _did_you_mean(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else "."
+
+
+def markdown_table(options: Sequence[Option], *, env_prefix: str) -> str:
+    """The README's table of options."""
+    lines = ["| option | environment | default | |", "|---|---|---|---|"]
+    for each in options:
+        cells = (
+            f"`{each.flag} {each.metavar}`",
+            f"`{each.env(env_prefix)}`",
+            each.default,
+            each.help,
+        )
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"

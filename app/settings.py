@@ -1,0 +1,415 @@
+"""What the server was asked to be: every option of `plimsoll serve`, declared once, in this table.
+
+A value is taken from the command line, else from the environment (`PLIMSOLL_…`), else from its default here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from app.options import (
+    Given,
+    UsageError,
+    build_parser,
+    choice,
+    integer,
+    markdown_table,
+    number,
+    option,
+    options_of,
+    read_environment,
+    read_flags,
+    text,
+)
+from app.sizes import parse_size
+from model_runner.config import EngineConfig
+
+ENV_PREFIX = "PLIMSOLL_"
+DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
+
+_MODEL = "the model"
+_MEMORY = "memory and batching"
+_DOOR = "the door (what is admitted, queued, refused)"
+_SERVER = "the server"
+
+
+def _memory(value: str) -> int:
+    size = parse_size(value)
+    if size < 1:
+        raise ValueError("must be more than nothing; write for example 512MiB")
+    return size
+
+
+def _model_len(value: str) -> int | Literal["auto"]:
+    if value == "auto":
+        return "auto"
+    length: int = integer(1)(value)
+    return length
+
+
+def _block_size(value: str) -> int:
+    size: int = integer(1, 1024)(value)
+    if size & (size - 1):
+        below = 1 << (size.bit_length() - 1)
+        raise ValueError(f"{size} is not a power of two; write {below} or {below * 2}")
+    return size
+
+
+def _device(value: str) -> str:
+    kind, _, index = value.partition(":")
+    if kind in ("auto", "cpu") and value == kind:
+        return value
+    if kind == "cuda" and (value == kind or index.isdecimal()):
+        return value
+    raise ValueError(f"{value!r} is not a device; write auto, cpu, cuda or cuda:0")
+
+
+def _api_keys(value: str) -> tuple[str, ...]:
+    """Never echoes a key: these messages end up in logs."""
+    if value.startswith("@"):
+        try:
+            lines = Path(value[1:]).expanduser().read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"the file of keys can't be read: {error}") from None
+    else:
+        lines = value.split(",")
+    keys = tuple(line.strip() for line in lines if line.strip())
+    if not keys:
+        raise ValueError("holds no key; leave the option out to serve without keys")
+    return keys
+
+
+def default_cache_dir() -> str:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(base, "plimsoll")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Sizes are bytes, times are seconds."""
+
+    model: str = option(
+        "",
+        group=_MODEL,
+        metavar="MODEL",
+        parse=text,
+        shown=f"the embedded {DEFAULT_MODEL_NAME}",
+        help="A Hugging Face directory, a hub id (Qwen/Qwen3-0.6B), or a .gguf file.",
+        known_as=("--model-id", "--model-path", "-m"),
+    )
+    served_model_name: str = option(
+        "",
+        group=_MODEL,
+        metavar="NAME",
+        parse=text,
+        shown="the last part of --model",
+        help="What clients write in the field `model`.",
+        known_as=("--alias",),
+    )
+    dtype: str = option(
+        "auto",
+        group=_MODEL,
+        metavar="TYPE",
+        parse=choice("auto", "float32", "bfloat16", "float16"),
+        help="Of weights and KV cache: auto, float32, bfloat16 or float16. auto is bfloat16 where that is fast. "
+        "float32 gives the same greedy text alone and in a batch, at twice the bytes.",
+    )
+    device: str = option(
+        "auto",
+        group=_MODEL,
+        metavar="DEVICE",
+        parse=_device,
+        help="auto, cpu, cuda or cuda:N. auto takes a GPU when there is one.",
+    )
+    max_model_len: int | Literal["auto"] | None = option(
+        None,
+        group=_MODEL,
+        metavar="TOKENS",
+        parse=_model_len,
+        shown="the model's own context",
+        help="Longest prompt + output of one request, in tokens; auto is the longest that fits the KV cache.",
+        known_as=("--ctx-size", "-c", "--max-total-tokens", "--context-length", "--max-seq-len"),
+    )
+    cache_dir: str = option(
+        default_factory=default_cache_dir,
+        group=_MODEL,
+        metavar="DIR",
+        parse=text,
+        shown="~/.cache/plimsoll",
+        help="Where derived files are kept (dequantised weights, tokenizer, compiled kernels).",
+        known_as=("--download-dir",),
+    )
+    num_threads: int | None = option(
+        None,
+        group=_MODEL,
+        metavar="N",
+        parse=integer(1, 1024),
+        shown="chosen from the cores",
+        help="Threads of the engine on a CPU.",
+        known_as=("--threads", "-t"),
+    )
+    compile: str = option(
+        "auto",
+        group=_MODEL,
+        metavar="MODE",
+        parse=choice("auto", "off"),
+        help="auto: compiled kernels, where a C++ compiler is found; off: torch's own.",
+    )
+    kv_cache_memory: int | None = option(
+        None,
+        group=_MEMORY,
+        metavar="SIZE",
+        parse=_memory,
+        shown="a share of the memory, see below",
+        help="All the memory that the KV cache may take: 512MiB, 8GiB.",
+        known_as=("--kv-cache-memory-bytes", "--kv-cache-size", "--kv-memory"),
+    )
+    cpu_memory_utilization: float = option(
+        0.4,
+        group=_MEMORY,
+        metavar="SHARE",
+        parse=number(0.01, 0.95),
+        help="On a CPU, the share of the memory that is really available (a container's limit counts) to use as KV "
+        "cache when --kv-cache-memory is not given, from 0.01 to 0.95.",
+    )
+    gpu_memory_utilization: float = option(
+        0.9,
+        group=_MEMORY,
+        metavar="SHARE",
+        parse=number(0.01, 0.99),
+        help="On a GPU, the share of its memory for everything, from 0.01 to 0.99: what the weights and a measured "
+        "worst-case step leave of it becomes KV cache when --kv-cache-memory is not given.",
+    )
+    block_size: int = option(
+        16,
+        group=_MEMORY,
+        metavar="TOKENS",
+        parse=_block_size,
+        help="Tokens in a block of the KV cache, a power of two.",
+        known_as=("--page-size",),
+    )
+    max_num_seqs: int = option(
+        256,
+        group=_MEMORY,
+        metavar="N",
+        parse=integer(1, 65536),
+        help="Most sequences that run at once; a request of n choices counts n.",
+        known_as=(
+            "--max-concurrent-requests",
+            "--max-running-requests",
+            "--parallel",
+            "-np",
+            "--max-batch-size",
+        ),
+    )
+    max_num_batched_tokens: int = option(
+        512,
+        group=_MEMORY,
+        metavar="TOKENS",
+        parse=integer(1, 1048576),
+        help="Most tokens in one step. Longer prompts are read in chunks between the others' tokens: lower keeps "
+        "the others' pace steadier, higher reads prompts sooner.",
+        known_as=("--max-batch-prefill-tokens", "--chunked-prefill-size", "--batch-size", "-b"),
+    )
+    max_queue_requests: int = option(
+        1024,
+        group=_DOOR,
+        metavar="N",
+        parse=integer(0, 1000000),
+        help="Most requests that wait for room; the next one is refused with 429. 0: nothing waits.",
+        known_as=("--max-waiting-requests", "--max-queued-requests"),
+    )
+    max_queue_seconds: float = option(
+        60.0,
+        group=_DOOR,
+        metavar="SECONDS",
+        parse=number(0, 86400),
+        help="Longest that a request may wait for room. One whose predicted wait is longer is refused with 429 "
+        "at once; one that waits past it ends with 504.",
+    )
+    default_max_tokens: int = option(
+        512,
+        group=_DOOR,
+        metavar="TOKENS",
+        parse=integer(1),
+        help="Most tokens that a chat request gets when it names no max_tokens: it is priced for what it may use.",
+    )
+    max_request_bytes: int = option(
+        4 * 2**20,
+        group=_DOOR,
+        metavar="SIZE",
+        parse=_memory,
+        shown="4MiB",
+        help="Largest request body; a larger one is refused with 413 before it is read whole.",
+        known_as=("--payload-limit",),
+    )
+    max_prompts: int = option(
+        128,
+        group=_DOOR,
+        metavar="N",
+        parse=integer(1, 65536),
+        help="Most prompts in one completion request.",
+        known_as=("--max-client-batch-size",),
+    )
+    max_concurrent_tokenizations: int = option(
+        2,
+        group=_DOOR,
+        metavar="N",
+        parse=integer(1, 256),
+        help="Long prompts that are turned into tokens at the same time, each in a thread.",
+        known_as=("--tokenization-workers", "--tokenizer-worker-num"),
+    )
+    host: str = option(
+        "127.0.0.1",
+        group=_SERVER,
+        metavar="ADDRESS",
+        parse=text,
+        help="Address to listen on; 0.0.0.0 is every IPv4 interface.",
+        known_as=("--hostname",),
+    )
+    port: int = option(
+        8000,
+        group=_SERVER,
+        metavar="PORT",
+        parse=integer(0, 65535),
+        help="TCP port to listen on; 0 takes any free one.",
+        known_as=("-p",),
+    )
+    api_keys: tuple[str, ...] = option(
+        (),
+        flag="--api-key",
+        group=_SERVER,
+        metavar="KEY[,KEY…]|@FILE",
+        parse=_api_keys,
+        repeatable=True,
+        secret=True,
+        shown="none: everybody may ask",
+        help="Keys that /v1/* asks for (not the probes, not /metrics). Can be repeated. @FILE reads one key a line; "
+        "a file or the environment keeps keys out of the list of processes.",
+        known_as=("--api-keys",),
+    )
+    engine_step_timeout: float = option(
+        60.0,
+        group=_SERVER,
+        metavar="SECONDS",
+        parse=number(0.1, 86400),
+        help="An engine whose step takes longer counts as dead, and a new one is started.",
+    )
+    shutdown_timeout: float = option(
+        25.0,
+        group=_SERVER,
+        metavar="SECONDS",
+        parse=number(0, 86400),
+        help="After SIGTERM, how long running requests may take to finish. (Kubernetes kills after 30 s.)",
+        known_as=("--graceful-timeout", "--timeout-graceful-shutdown"),
+    )
+    log_level: str = option(
+        "info",
+        group=_SERVER,
+        metavar="LEVEL",
+        parse=choice("debug", "info", "warning", "error"),
+        help="debug, info, warning or error. One line for each request's ending is written at info.",
+        known_as=("--uvicorn-log-level",),
+    )
+    log_format: str = option(
+        "text",
+        group=_SERVER,
+        metavar="FORMAT",
+        parse=choice("text", "json"),
+        help="text or json, one line for each event, to standard error.",
+        known_as=("--json-output",),
+    )
+
+    def __post_init__(self) -> None:
+        if not self.served_model_name:
+            object.__setattr__(self, "served_model_name", _name_of(self.model))
+
+    def engine_config(self) -> EngineConfig:
+        auto = self.max_model_len == "auto"
+        return EngineConfig(
+            model=self.model,
+            cache_dir=self.cache_dir,
+            dtype=self.dtype,
+            device=self.device,
+            block_size=self.block_size,
+            kv_cache_memory_bytes=self.kv_cache_memory,
+            cpu_memory_utilization=self.cpu_memory_utilization,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            max_model_len=None if isinstance(self.max_model_len, str) else self.max_model_len,
+            max_model_len_auto=auto,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            num_threads=self.num_threads,
+            compile=self.compile,
+        )
+
+
+def _name_of(model: str) -> str:
+    if not model:
+        return DEFAULT_MODEL_NAME
+    looks_local = model.endswith(".gguf") or os.path.exists(model)
+    return Path(os.path.abspath(model)).name.removesuffix(".gguf") if looks_local else model
+
+
+OPTIONS = options_of(Settings)
+
+_DESCRIPTION = """\
+Serve a language model over the OpenAI HTTP API. Every request is priced in bytes of KV cache before it runs:
+it is admitted, queued, or refused at the door with the numbers and the time to come back.
+
+Every option can be written in the environment too, as PLIMSOLL_… (in brackets below, after the default).
+The command line comes first, then the environment, then the default. Sizes are written 512MiB, 8GiB, 1.5GB."""
+
+_EPILOG = """\
+examples:
+  plimsoll serve
+      the embedded model on http://127.0.0.1:8000
+  plimsoll serve --model Qwen/Qwen3-0.6B --kv-cache-memory 8GiB --max-model-len 8192 --host 0.0.0.0 --api-key @keys.txt
+      a model of the hub, 8 GiB of cache, at most 8,192 tokens a request, for everybody who has a key"""
+
+
+def load_settings(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
+    """Settings from the words after `plimsoll serve` and the environment.
+
+    Raises UsageError, with what to write instead, for anything unknown, malformed, out of range or contradictory.
+    `--help` prints and raises SystemExit(0).
+    """
+    parser = build_parser(
+        "plimsoll serve", OPTIONS, description=_DESCRIPTION, epilog=_EPILOG, env_prefix=ENV_PREFIX
+    )
+    flags = read_flags(parser, OPTIONS, argv)
+    env = read_environment(OPTIONS, environ, ENV_PREFIX)
+    given = Given({**env.values, **flags.values}, {**env.written, **flags.written})
+    settings = Settings(**given.values)
+    _refuse_contradictions(settings, given.written)
+    return settings
+
+
+def _refuse_contradictions(settings: Settings, written: Mapping[str, str]) -> None:
+    for share in ("gpu_memory_utilization", "cpu_memory_utilization"):
+        if "kv_cache_memory" in written and share in written:
+            raise UsageError(
+                f"{written['kv_cache_memory']} and {written[share]} both size the KV cache; write one of them."
+            )
+    kind = settings.device.partition(":")[0]
+    for share, other in (("gpu_memory_utilization", "cpu"), ("cpu_memory_utilization", "cuda")):
+        if share in written and kind == other:
+            mine = "--cpu-memory-utilization" if other == "cpu" else "--gpu-memory-utilization"
+            raise UsageError(
+                f"{written[share]} has no meaning with {written['device']}; write {mine}, or --kv-cache-memory SIZE."
+            )
+    if settings.max_num_batched_tokens < settings.max_num_seqs:
+        seqs, tokens = settings.max_num_seqs, settings.max_num_batched_tokens
+        raise UsageError(
+            f"--max-num-seqs {seqs} sequences each take a token of every step, more than --max-num-batched-tokens "
+            f"{tokens}; write --max-num-seqs {tokens} or --max-num-batched-tokens {seqs}."
+        )
+
+
+def options_table() -> str:
+    """The README's table of the options of `plimsoll serve`, in Markdown."""
+    return markdown_table(OPTIONS, env_prefix=ENV_PREFIX)
