@@ -1,0 +1,285 @@
+"""Attention over the block-paged cache, and its registration as one of transformers' attention implementations.
+
+Models are transformers' own; all that Plimsoll changes in them is the function their attention layers call. That
+function writes the step's keys and values into blocks and attends through block tables. It sees one packed batch:
+`T` tokens of `S` sequences, one after the other, of any lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from model_runner.core.kv_spec import KVCacheSpec
+
+IMPLEMENTATION = "plimsoll_paged"
+_LAYER_ATTRIBUTE = "plimsoll_layer"
+# Scores held at once by the paths that materialise them, in elements.
+_MAX_SCORES = 1 << 24
+
+
+@dataclass(slots=True)
+class AttentionMetadata:
+    """Where the packed tokens of one step belong. Integer tensors, on the model's device."""
+
+    query_start_loc: Tensor  # [S + 1] int32: sequence s owns the packed rows query_start_loc[s] … [s + 1] - 1
+    seq_lens: Tensor  # [S] int32: tokens in the cache after this step's are written
+    block_tables: Tensor  # [groups, S, max_blocks] int32, freed and padding entries are 0 (and never attended to)
+    slot_mapping: Tensor  # [groups, T] int64: block · block_size + offset of each token
+    # The same facts for host code: (first row, rows, tokens in the cache) of each sequence that runs more than one
+    # token, and the indices of those that run exactly one.
+    prefills: list[tuple[int, int, int, int]]  # (sequence, first row, rows, tokens in the cache)
+    decode_sequences: Tensor  # [D] int64
+    decode_rows: Tensor  # [D] int64
+    max_decode_len: int  # the longest of the decodes' seq_lens, 0 when there are none
+
+
+class PagedAttention(Protocol):
+    """Writes this step's keys and values, then attends. Implementations are interchangeable to rounding."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        metadata: AttentionMetadata,
+        group: int,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """query [T, Hq, D]; key, value [T, Hkv, D]; caches [blocks, Hkv, block_size, D] (strided views).
+
+        `window` counts the tokens attended to, the query's own included; `sinks` [Hq] are logits that take part in
+        the softmax and carry no value. Returns [T, Hq, D] in the query's dtype.
+        """
+
+
+def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+    """Store key and value [T, Hkv, D] at `slots` [T] of the caches [blocks, Hkv, block_size, D]."""
+    block_size = key_cache.shape[2]
+    blocks, offsets = slots // block_size, slots % block_size
+    key_cache[blocks, :, offsets] = key
+    value_cache[blocks, :, offsets] = value
+
+
+def torch_paged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    metadata: AttentionMetadata,
+    group: int,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """The reference PagedAttention, in plain torch, for any device. All decodes are one batch."""
+    write_kv(key, value, key_cache, value_cache, metadata.slot_mapping[group])
+    tables = metadata.block_tables[group]
+    output = torch.empty_like(query)
+    block_size = key_cache.shape[2]
+
+    def attend(rows: Tensor, sequences: Tensor, last: Tensor, first_block: Tensor, num_blocks: int) -> Tensor:
+        """rows [B, R, Hq, D]: R consecutive tokens of B sequences, the last at position `last` [B]."""
+        columns = first_block[:, None] + torch.arange(num_blocks, device=query.device)
+        blocks = tables[sequences[:, None], columns.clamp(max=tables.shape[1] - 1)]
+        keys, values = _gather(key_cache, blocks), _gather(value_cache, blocks)
+        key_positions = first_block[:, None] * block_size + torch.arange(keys.shape[2], device=query.device)
+        query_positions = last[:, None] + torch.arange(1 - rows.shape[1], 1, device=query.device)
+        distance = query_positions[:, :, None] - key_positions[:, None, :]
+        visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        return _softmax_attention(rows, keys, values, visible, scale, softcap, sinks)
+
+    if metadata.max_decode_len:
+        sequences, rows = metadata.decode_sequences, metadata.decode_rows
+        last = metadata.seq_lens[sequences].long() - 1
+        first, count = _visible_blocks(last, 1, metadata.max_decode_len, window, block_size)
+        output[rows] = attend(query[rows][:, None], sequences, last, first, count)[:, 0]
+    for sequence, row, length, cached in metadata.prefills:
+        sequences = torch.tensor([sequence], device=query.device)
+        last = torch.tensor([cached - 1], device=query.device)
+        first, count = _visible_blocks(last, length, cached, window, block_size)
+        output[row : row + length] = attend(query[None, row : row + length], sequences, last, first, count)[0]
+    return output
+
+
+def _visible_blocks(
+    last: Tensor, rows: int, longest: int, window: int | None, block_size: int
+) -> tuple[Tensor, int]:
+    """The first block [B] that any of the last `rows` queries can see, and how many blocks from there to gather."""
+    blocks = -(-longest // block_size)
+    if window is None:
+        return torch.zeros_like(last), blocks
+    first = (last - (rows - 1) - (window - 1)).clamp(min=0) // block_size
+    return first, min(blocks, (window + rows - 3 + block_size) // block_size + 1)
+
+
+def _gather(cache: Tensor, blocks: Tensor) -> Tensor:
+    """[blocks, Hkv, block_size, D] by a table [B, N] -> [B, Hkv, N · block_size, D]."""
+    return cache[blocks].transpose(1, 2).flatten(2, 3)
+
+
+def _softmax_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """query [B, R, Hq, D], keys and values [B, Hkv, L, D], visible [B, R, L] -> [B, R, Hq, D]."""
+    if softcap is None and sinks is None:
+        attended = nn.functional.scaled_dot_product_attention(
+            query.transpose(1, 2), keys, values, attn_mask=visible[:, None], scale=scale, enable_gqa=True
+        )
+        return attended.transpose(1, 2)
+    batch, rows, heads, _ = query.shape
+    step = max(1, _MAX_SCORES // (batch * heads * keys.shape[2]))
+    parts = [
+        _capped_attention(
+            query[:, i : i + step], keys, values, visible[:, i : i + step], scale, softcap, sinks
+        )
+        for i in range(0, rows, step)
+    ]
+    return torch.cat(parts, dim=1)
+
+
+def _capped_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """_softmax_attention with a cap on the scores (Gemma 2) or sinks in the softmax (gpt-oss)."""
+    batch, rows, heads, head_dim = query.shape
+    kv_heads = keys.shape[1]
+    grouped = query.view(batch, rows, kv_heads, heads // kv_heads, head_dim)
+    scores = torch.einsum("brhgd,bhld->bhgrl", grouped, keys).float() * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
+    if sinks is not None:
+        sink = sinks.float().view(1, kv_heads, heads // kv_heads, 1, 1).expand(batch, -1, -1, rows, 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    weights = scores.softmax(dim=-1)
+    if sinks is not None:
+        weights = weights[..., :-1]
+    attended = torch.einsum("bhgrl,bhld->brhgd", weights.to(values.dtype), values)
+    return attended.reshape(batch, rows, heads, head_dim)
+
+
+class StepContext:
+    """Holds the metadata of the step in flight. One per runner; every layer of its model reads it."""
+
+    __slots__ = ("metadata",)
+
+    def __init__(self) -> None:
+        self.metadata: AttentionMetadata | None = None
+
+
+class PagedLayer:
+    """One attention layer's part of the cache, and the implementation it attends with."""
+
+    def __init__(
+        self,
+        context: StepContext,
+        attention: PagedAttention,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        group: int,
+        window: int | None,
+    ) -> None:
+        self._context = context
+        self._attention = attention
+        self._key_cache = key_cache
+        self._value_cache = value_cache
+        self._group = group
+        self._window = window
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        assert self._context.metadata is not None, "the model is only run by its ModelRunner"
+        return self._attention(
+            query,
+            key,
+            value,
+            self._key_cache,
+            self._value_cache,
+            self._context.metadata,
+            self._group,
+            scale=scale,
+            window=self._window,
+            softcap=softcap,
+            sinks=sinks,
+        )
+
+
+def bind_layers(
+    modules: Iterable[nn.Module],
+    spec: KVCacheSpec,
+    kv_cache: Tensor,
+    context: StepContext,
+    attention: PagedAttention,
+) -> None:
+    """Give each attention module (in layer order) its views of the cache."""
+    placed = {
+        layer: (g, j, group.window)
+        for g, group in enumerate(spec.groups)
+        for j, layer in enumerate(group.layers)
+    }
+    for layer, module in enumerate(modules):
+        group, index, window = placed.pop(layer)
+        views = kv_cache[:, index, 0], kv_cache[:, index, 1]
+        setattr(module, _LAYER_ATTRIBUTE, PagedLayer(context, attention, *views, group, window))
+    assert not placed, f"layers without an attention module: {sorted(placed)}"
+
+
+def paged_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1, T, Hq, D].
+
+    What else may come in `kwargs`, and that the window there is the cache's, is checked once, before the model is
+    served (see servable.py).
+    """
+    layer: PagedLayer = getattr(module, _LAYER_ATTRIBUTE)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    packed = (states[0].transpose(0, 1) for states in (query, key, value))
+    return layer(*packed, scale, softcap, s_aux)[None], None
+
+
+def register() -> None:
+    """Make IMPLEMENTATION known to transformers. It registers no mask function, so models build no masks."""
+    ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, paged_attention_forward)
