@@ -1,0 +1,128 @@
+"""A tokenizer from a directory in Hugging Face's layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import processors
+
+from model_runner.errors import ModelNotServable
+from model_runner.tokenizer.definition import TokenizerDefinition
+
+_SPECIAL_TOKEN_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+def read_definition(directory: Path) -> TokenizerDefinition:
+    """From tokenizer.json and what lies beside it. Raises ModelNotServable when it is missing or can't be read."""
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        raise ModelNotServable(_what_to_do_without_tokenizer_json(directory))
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises a bare Exception for anything it can't read
+        raise ModelNotServable(f"{path} is not a tokenizer that can be read: {error}") from error
+    config = _read_json(directory / "tokenizer_config.json")
+    special_tokens = _special_tokens(config, _read_json(directory / "special_tokens_map.json"))
+    _honour_bos_and_eos_flags(backend, config, special_tokens)
+    return TokenizerDefinition(
+        backend_json=backend.to_str(),
+        special_tokens=special_tokens,
+        eos_token_ids=_eos_token_ids(directory, backend, special_tokens),
+        chat_template=_chat_template(directory, config),
+    )
+
+
+def _what_to_do_without_tokenizer_json(directory: Path) -> str:
+    if (directory / "tokenizer.model").is_file():
+        return (
+            f"{directory} has only a SentencePiece tokenizer.model. Convert it once, with transformers: "
+            f"AutoTokenizer.from_pretrained({str(directory)!r}).save_pretrained({str(directory)!r}), which writes tokenizer.json."
+        )
+    return (
+        f"{directory} has no tokenizer.json. Put the one the model was published with beside its config.json."
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """An absent file says nothing."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelNotServable(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelNotServable(f"{path} is not a JSON object.")
+    return value
+
+
+def _special_tokens(config: dict[str, Any], legacy_map: dict[str, Any]) -> dict[str, str]:
+    tokens = {}
+    for name in _SPECIAL_TOKEN_NAMES:
+        value = config.get(name, legacy_map.get(name))
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            tokens[name] = value
+    return tokens
+
+
+def _honour_bos_and_eos_flags(
+    backend: tokenizers.Tokenizer, config: dict[str, Any], special_tokens: dict[str, str]
+) -> None:
+    """`add_bos_token` and `add_eos_token`, where tokenizer_config.json states them, overrule tokenizer.json."""
+    if config.get("add_bos_token") is None and config.get("add_eos_token") is None:
+        return
+    add_bos_and_eos(
+        backend,
+        special_tokens.get("bos_token") if config.get("add_bos_token") else None,
+        special_tokens.get("eos_token") if config.get("add_eos_token") else None,
+    )
+
+
+def add_bos_and_eos(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> None:
+    """Make `encode` put these tokens, where given, first and last."""
+    around = [token for token in (bos, eos) if token is not None]
+    single = " ".join([*([bos] if bos else []), "$A", *([eos] if eos else [])])
+    backend.post_processor = processors.TemplateProcessing(
+        single=single,
+        pair=f"{single} $B",
+        special_tokens=[(token, backend.token_to_id(token)) for token in dict.fromkeys(around)],
+    )
+
+
+def _eos_token_ids(
+    directory: Path, backend: tokenizers.Tokenizer, special_tokens: dict[str, str]
+) -> tuple[int, ...]:
+    """What generation_config.json lists (or, without it, config.json), and the tokenizer's own."""
+    stated = _read_json(directory / "generation_config.json").get("eos_token_id")
+    if stated is None:
+        config = _read_json(directory / "config.json")
+        stated = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
+    ids = [stated] if isinstance(stated, int) else list(stated or [])
+    own = backend.token_to_id(special_tokens["eos_token"]) if "eos_token" in special_tokens else None
+    return tuple(sorted({*ids, *([] if own is None else [own])}))
+
+
+def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
+    """chat_template.jinja, else the older places. Of several named templates, the one named "default"."""
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = config.get("chat_template", _read_json(directory / "chat_template.json").get("chat_template"))
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}
+    if isinstance(template, dict):
+        template = template.get("default")
+    return template if isinstance(template, str) else None

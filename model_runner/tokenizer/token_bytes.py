@@ -1,0 +1,108 @@
+"""The bytes that each token stands for, read from the description of a `tokenizers` tokenizer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import tokenizers
+
+from model_runner.errors import ModelNotServable
+
+SPACE_MARK = "▁"  # SentencePiece writes a space as U+2581
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_BYTE_LEVEL = frozenset({"ByteLevel"})
+_SENTENCE_PIECE = frozenset({"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"})
+# By how much a normalizer can shrink UTF-8: the canonical composition of Unicode (3 jamo of 3 bytes make 1 syllable
+# of 3 bytes; a Greek letter with three accents, 8 bytes, makes one of 3).
+_SHRINKS = {"Replace": 1, "Prepend": 1, "NFC": 4, "ByteLevel": 1}
+
+
+def byte_alphabet() -> dict[str, int]:
+    """GPT-2's spelling of the 256 bytes as printable characters, the other way round.
+
+    Bytes that print as themselves in Latin-1 keep their character; the others take U+0100 and up, in order.
+    """
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+class TokenTable:
+    """Bytes of every token id, and which ids are marks."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, description: Mapping[str, Any]) -> None:
+        steps = list(_flatten(description.get("decoder"), "decoders"))
+        kinds = {step["type"] for step in steps}
+        if not kinds or not (kinds <= _BYTE_LEVEL or kinds <= _SENTENCE_PIECE):
+            raise ModelNotServable(
+                f"The tokenizer's decoder ({', '.join(sorted(kinds)) or 'none'}) is not supported. Plimsoll serves byte-level BPE "
+                "and SentencePiece tokenizers."
+            )
+        self.strips_leading_space = any(_strips_first_space(step) for step in steps)
+        spell = _byte_level_bytes if kinds <= _BYTE_LEVEL else _sentence_piece_bytes
+        added = backend.get_added_tokens_decoder()
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self._bytes = [b""] * (max(vocabulary.values(), default=-1) + 1)
+        alphabet = byte_alphabet()
+        for token, token_id in vocabulary.items():
+            self._bytes[token_id] = spell(token, alphabet)
+        for token_id, token in added.items():
+            self._bytes[token_id] = token.content.encode()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.swallows_spaces = any(token.lstrip or token.rstrip for token in added.values())
+
+    def __len__(self) -> int:
+        return len(self._bytes)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
+
+    @property
+    def longest(self) -> int:
+        return max(map(len, self._bytes), default=0)
+
+
+def least_bytes_factor(description: Mapping[str, Any], table: TokenTable) -> int:
+    """The most bytes of text that one token can stand for; 0 when there is no bound."""
+    model = description["model"]
+    if model["type"] != "BPE" or (model.get("fuse_unk") and not model.get("byte_fallback")):
+        return 0  # a run of unknown characters of any length is one token
+    factor = 1
+    for step in _flatten(description.get("normalizer"), "normalizers"):
+        replaced = step.get("pattern", {}).get("String")
+        if step["type"] not in _SHRINKS or (step["type"] == "Replace" and replaced != " "):
+            return 0
+        factor *= _SHRINKS[step["type"]]
+    return factor * table.longest
+
+
+def _flatten(step: Mapping[str, Any] | None, members: str) -> Iterator[Mapping[str, Any]]:
+    if step is None:
+        return
+    if step["type"] == "Sequence":
+        for member in step[members]:
+            yield from _flatten(member, members)
+    else:
+        yield step
+
+
+def _strips_first_space(step: Mapping[str, Any]) -> bool:
+    if step["type"] == "Strip":
+        return bool(step["content"] == " " and step["start"] > 0)
+    return step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never"
+
+
+def _byte_level_bytes(token: str, alphabet: Mapping[str, int]) -> bytes:
+    spelled = [alphabet.get(character) for character in token]
+    return bytes(spelled) if None not in spelled else token.encode()  # type: ignore[arg-type]
+
+
+def _sentence_piece_bytes(token: str, alphabet: Mapping[str, int]) -> bytes:
+    byte = _BYTE_TOKEN.fullmatch(token)
+    return bytes([int(byte[1], 16)]) if byte else token.replace(SPACE_MARK, " ").encode()
