@@ -1,5 +1,5 @@
-"""What Prometheus sees. Events are counted as they happen (`Metrics` is the engine's observer); levels are read
-from the engine at scrape time, so that a gauge can't go stale. One injected registry holds everything.
+"""What Prometheus sees. Events are counted as they happen (`Metrics` is the engine's observer); levels are
+read from the engine at scrape time, so that a gauge can't go stale. One injected registry holds everything.
 
 Beside Plimsoll's own names stand the few of vLLM's that gateways and dashboards already read (`vllm:…`).
 """
@@ -7,7 +7,6 @@ Beside Plimsoll's own names stand the few of vLLM's that gateways and dashboards
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
 
 from prometheus_client import (
@@ -23,6 +22,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from app.settings import Settings
+from app.version import plimsoll_version
 from model_runner.errors import Reason
 from model_runner.messages import ModelInfo
 from model_runner.types import Ending, FinishReason, StepStats
@@ -133,11 +133,11 @@ class Metrics:
             "How long admitted requests had waited for room.",
             (0.001, *_SECONDS),
         )
-        self._endings = self._counter(
-            "plimsoll_request_endings_total", "Requests by how they ended.", ("reason",)
+        self._ended = self._counter(
+            "plimsoll_requests_ended_total", "Requests by how they ended.", ("reason",)
         )
         for finish in FinishReason:
-            self._endings.labels(finish.value)
+            self._ended.labels(finish.value)
         self._aborts = self._counter("plimsoll_aborts_total", "Requests ended early, by cause.", ("cause",))
         for cause in ABORT_CAUSES:
             self._aborts.labels(cause)
@@ -179,7 +179,7 @@ class Metrics:
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
 
-    # --- EngineObserver ----------------------------------------------------------------------------------------
+    # As EngineObserver.
 
     def decided(self, decision: str, reason: str, projected_bytes: int) -> None:
         self._admissions.labels(decision, reason).inc()
@@ -206,7 +206,7 @@ class Metrics:
         self._batch_size.observe(stats.running_sequences)
 
     def ended(self, ending: Ending) -> None:
-        self._endings.labels(ending.reason).inc()
+        self._ended.labels(ending.reason).inc()
         if ending.abort_cause is not None:
             self._aborts.labels(ending.abort_cause).inc()
         self._duration.observe(ending.e2e_seconds)
@@ -302,10 +302,3 @@ def _gauge(name: str, help: str, value: float, labels: Mapping[str, str] | None 
 
 def _info(name: str, help: str, labels: dict[str, str]) -> Metric:
     return InfoMetricFamily(name, help, value=labels)
-
-
-def plimsoll_version() -> str:
-    try:
-        return version("plimsoll")
-    except PackageNotFoundError:  # run from a source tree that was never installed
-        return "0+source"

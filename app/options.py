@@ -1,5 +1,5 @@
-"""One table of options, many uses: a dataclass whose fields carry what argparse, the environment, `--help` and the
-README's table need to know. An option is declared once, with `option()`, and everything else is derived."""
+"""One table of options, many uses: a dataclass whose fields carry what argparse, the environment, `--help`
+and the README's table need to know. An option is declared once, with `option()`; all else is derived."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Parse = Callable[[str], Any]
 
 
 class UsageError(Exception):
-    """What the person at the keyboard wrote can't be taken; the message says what to write instead. Exit code 2."""
+    """What the person at the keyboard wrote can't be taken; the message says what to write instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ def option(
     known_as: tuple[str, ...] = (),
     default_factory: Any = dataclasses.MISSING,
 ) -> Any:
-    """A dataclass field that is also an option. `shown` is the default in words, where its value doesn't say it."""
+    """A dataclass field that is also an option. `shown` is the default in words, if it isn't the value."""
     about = {
         "flag": flag,
         "group": group,
@@ -77,7 +77,7 @@ def options_of(cls: type) -> tuple[Option, ...]:
     return tuple(found)
 
 
-# --- what a value may be -------------------------------------------------------------------------------------------
+# what a value may be
 
 
 def text(value: str) -> str:
@@ -89,7 +89,7 @@ def text(value: str) -> str:
 def choice(*allowed: str) -> Parse:
     def parse(value: str) -> str:
         if value not in allowed:
-            raise ValueError(f"{value!r} is not one of {', '.join(allowed)}{_did_you_mean(value, allowed)}")
+            raise ValueError(f"{value!r} is not one of {', '.join(allowed)}{did_you_mean(value, allowed)}")
         return value
 
     return parse
@@ -121,7 +121,7 @@ def _check_range(value: float, minimum: float, maximum: float | None) -> None:
         raise ValueError(f"{value:g} is out of range; it must be {allowed}")
 
 
-# --- reading the command line and the environment --------------------------------------------------------------------
+# reading the command line and the environment
 
 
 class _Parser(argparse.ArgumentParser):
@@ -142,6 +142,7 @@ def build_parser(
 ) -> argparse.ArgumentParser:
     parser = _Parser(
         prog=prog,
+        usage=f"{prog} [--option VALUE …]",
         description=description,
         epilog=epilog,
         formatter_class=_HelpFormatter,
@@ -188,7 +189,7 @@ def read_environment(options: Sequence[Option], environ: Mapping[str, str], pref
             continue
         if name not in by_env:
             raise UsageError(
-                f"unknown environment variable {name}{_did_you_mean(name, by_env)} Unset it, or see "
+                f"unknown environment variable {name}{did_you_mean(name, by_env)} Unset it, or see "
                 "`plimsoll serve --help` for the names."
             )
         _put(given, by_env[name], value, where=name, written=f"{name}={value}")
@@ -216,17 +217,17 @@ def _is_service_link(name: str, value: str, prefix: str) -> bool:
 
 
 def _explain_unknown(prog: str, word: str, options: Sequence[Option]) -> str:
-    flag = word.split("=")[0]
+    flag = word.partition("=")[0]
     if not flag.startswith("-"):
         return f"unexpected {word!r}; every value has an option before it. See `{prog} --help`."
     for each in options:
         if flag in each.known_as:
             return f"unknown option {flag}; here it is called {each.flag}: {each.help}"
-    guess = _did_you_mean(flag, [each.flag for each in options])
+    guess = did_you_mean(flag, [each.flag for each in options])
     return f"unknown option {flag}{guess} See `{prog} --help`."
 
 
-def _did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else "."
 

@@ -13,6 +13,7 @@ from typing import Literal
 
 from app.options import (
     Given,
+    Parse,
     UsageError,
     build_parser,
     choice,
@@ -25,7 +26,7 @@ from app.options import (
     read_flags,
     text,
 )
-from app.sizes import parse_size
+from app.sizes import parse_duration, parse_size
 from model_runner.config import EngineConfig
 
 ENV_PREFIX = "PLIMSOLL_"
@@ -42,6 +43,16 @@ def _memory(value: str) -> int:
     if size < 1:
         raise ValueError("must be more than nothing; write for example 512MiB")
     return size
+
+
+def _duration(minimum: float) -> Parse:
+    def parse(value: str) -> float:
+        seconds = parse_duration(value)
+        if not minimum <= seconds <= 86400:
+            raise ValueError(f"{value} is out of range; it must be from {minimum:g}s to 24h")
+        return seconds
+
+    return parse
 
 
 def _model_len(value: str) -> int | Literal["auto"]:
@@ -115,8 +126,8 @@ class Settings:
         group=_MODEL,
         metavar="TYPE",
         parse=choice("auto", "float32", "bfloat16", "float16"),
-        help="Of weights and KV cache: auto, float32, bfloat16 or float16. auto is bfloat16 where that is fast. "
-        "float32 gives the same greedy text alone and in a batch, at twice the bytes.",
+        help="Of weights and KV cache: auto, float32, bfloat16 or float16. auto is bfloat16 where that is "
+        "fast. float32 gives the same greedy text alone and in a batch, at twice the bytes.",
     )
     device: str = option(
         "auto",
@@ -173,16 +184,16 @@ class Settings:
         group=_MEMORY,
         metavar="SHARE",
         parse=number(0.01, 0.95),
-        help="On a CPU, the share of the memory that is really available (a container's limit counts) to use as KV "
-        "cache when --kv-cache-memory is not given, from 0.01 to 0.95.",
+        help="On a CPU, the share of the memory that is really available (a container's limit counts) to use "
+        "as KV cache when --kv-cache-memory is not given, from 0.01 to 0.95.",
     )
     gpu_memory_utilization: float = option(
         0.9,
         group=_MEMORY,
         metavar="SHARE",
         parse=number(0.01, 0.99),
-        help="On a GPU, the share of its memory for everything, from 0.01 to 0.99: what the weights and a measured "
-        "worst-case step leave of it becomes KV cache when --kv-cache-memory is not given.",
+        help="On a GPU, the share of its memory for everything, from 0.01 to 0.99: what the weights and a "
+        "measured worst-case step leave of it becomes KV cache when --kv-cache-memory is not given.",
     )
     block_size: int = option(
         16,
@@ -211,8 +222,8 @@ class Settings:
         group=_MEMORY,
         metavar="TOKENS",
         parse=integer(1, 1048576),
-        help="Most tokens in one step. Longer prompts are read in chunks between the others' tokens: lower keeps "
-        "the others' pace steadier, higher reads prompts sooner.",
+        help="Most tokens in one step. Longer prompts are read in chunks between the others' tokens: lower "
+        "keeps the others' pace steadier, higher reads prompts sooner.",
         known_as=("--max-batch-prefill-tokens", "--chunked-prefill-size", "--batch-size", "-b"),
     )
     max_queue_requests: int = option(
@@ -226,17 +237,18 @@ class Settings:
     max_queue_seconds: float = option(
         60.0,
         group=_DOOR,
-        metavar="SECONDS",
-        parse=number(0, 86400),
-        help="Longest that a request may wait for room. One whose predicted wait is longer is refused with 429 "
-        "at once; one that waits past it ends with 504.",
+        metavar="TIME",
+        parse=_duration(0),
+        shown="60s",
+        help="Longest that a request may wait for room. One whose predicted wait is longer is refused with "
+        "429 at once; one that waits past it ends with 504.",
     )
     default_max_tokens: int = option(
         512,
         group=_DOOR,
         metavar="TOKENS",
         parse=integer(1),
-        help="Most tokens that a chat request gets when it names no max_tokens: it is priced for what it may use.",
+        help="Most tokens that a chat request gets when it names no max_tokens: it is priced for them.",
     )
     max_request_bytes: int = option(
         4 * 2**20,
@@ -288,22 +300,24 @@ class Settings:
         repeatable=True,
         secret=True,
         shown="none: everybody may ask",
-        help="Keys that /v1/* asks for (not the probes, not /metrics). Can be repeated. @FILE reads one key a line; "
-        "a file or the environment keeps keys out of the list of processes.",
+        help="Keys that /v1/* asks for (not the probes, not /metrics). Can be repeated. @FILE reads one key "
+        "a line; a file or the environment keeps keys out of the list of processes.",
         known_as=("--api-keys",),
     )
     engine_step_timeout: float = option(
         60.0,
         group=_SERVER,
-        metavar="SECONDS",
-        parse=number(0.1, 86400),
+        metavar="TIME",
+        parse=_duration(0.1),
+        shown="60s",
         help="An engine whose step takes longer counts as dead, and a new one is started.",
     )
     shutdown_timeout: float = option(
         25.0,
         group=_SERVER,
-        metavar="SECONDS",
-        parse=number(0, 86400),
+        metavar="TIME",
+        parse=_duration(0),
+        shown="25s",
         help="After SIGTERM, how long running requests may take to finish. (Kubernetes kills after 30 s.)",
         known_as=("--graceful-timeout", "--timeout-graceful-shutdown"),
     )
@@ -362,20 +376,21 @@ Serve a language model over the OpenAI HTTP API. Every request is priced in byte
 it is admitted, queued, or refused at the door with the numbers and the time to come back.
 
 Every option can be written in the environment too, as PLIMSOLL_… (in brackets below, after the default).
-The command line comes first, then the environment, then the default. Sizes are written 512MiB, 8GiB, 1.5GB."""
+The command line comes first, then the environment, then the default.
+Sizes are written 512MiB, 8GiB, 1.5GB; times 30s, 5m, or plain seconds."""
 
 _EPILOG = """\
 examples:
   plimsoll serve
       the embedded model on http://127.0.0.1:8000
-  plimsoll serve --model Qwen/Qwen3-0.6B --kv-cache-memory 8GiB --max-model-len 8192 --host 0.0.0.0 --api-key @keys.txt
-      a model of the hub, 8 GiB of cache, at most 8,192 tokens a request, for everybody who has a key"""
+  plimsoll serve --model Qwen/Qwen3-0.6B --kv-cache-memory 8GiB --host 0.0.0.0 --api-key @keys.txt
+      a model of the hub with 8 GiB of cache, for everybody who has a key"""
 
 
 def load_settings(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
     """Settings from the words after `plimsoll serve` and the environment.
 
-    Raises UsageError, with what to write instead, for anything unknown, malformed, out of range or contradictory.
+    Raises UsageError, with what to write instead, for what is unknown, malformed or contradictory.
     `--help` prints and raises SystemExit(0).
     """
     parser = build_parser(
@@ -392,21 +407,22 @@ def load_settings(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
 def _refuse_contradictions(settings: Settings, written: Mapping[str, str]) -> None:
     for share in ("gpu_memory_utilization", "cpu_memory_utilization"):
         if "kv_cache_memory" in written and share in written:
-            raise UsageError(
-                f"{written['kv_cache_memory']} and {written[share]} both size the KV cache; write one of them."
-            )
+            both = f"{written['kv_cache_memory']} and {written[share]}"
+            raise UsageError(f"{both} both size the KV cache; write one of them.")
     kind = settings.device.partition(":")[0]
     for share, other in (("gpu_memory_utilization", "cpu"), ("cpu_memory_utilization", "cuda")):
         if share in written and kind == other:
             mine = "--cpu-memory-utilization" if other == "cpu" else "--gpu-memory-utilization"
             raise UsageError(
-                f"{written[share]} has no meaning with {written['device']}; write {mine}, or --kv-cache-memory SIZE."
+                f"{written[share]} has no meaning with {written['device']}; "
+                f"write {mine}, or --kv-cache-memory SIZE."
             )
     if settings.max_num_batched_tokens < settings.max_num_seqs:
         seqs, tokens = settings.max_num_seqs, settings.max_num_batched_tokens
         raise UsageError(
-            f"--max-num-seqs {seqs} sequences each take a token of every step, more than --max-num-batched-tokens "
-            f"{tokens}; write --max-num-seqs {tokens} or --max-num-batched-tokens {seqs}."
+            f"--max-num-seqs {seqs} sequences each take a token of every step, more than "
+            f"--max-num-batched-tokens {tokens}; "
+            f"write --max-num-seqs {tokens} or --max-num-batched-tokens {seqs}."
         )
 
 

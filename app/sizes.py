@@ -1,10 +1,10 @@
-"""Sizes as people write them: `512MiB`, `8GiB`, `1.5GB`, or plain bytes."""
+"""Sizes and durations as people write them: `512MiB`, `1.5GB`, plain bytes; `90s`, `5m`, plain seconds."""
 
 from __future__ import annotations
 
 import re
 
-_UNITS = {
+_BYTES = {
     "": 1,
     "b": 1,
     "kb": 10**3,
@@ -16,32 +16,45 @@ _UNITS = {
     "gib": 2**30,
     "tib": 2**40,
 }
-_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[a-z]*)", re.IGNORECASE)
+_SECONDS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE | re.ASCII)
 
 
 def parse_size(text: str) -> int:
     """Bytes, rounded down. Raises ValueError with examples of what to write."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None or match["unit"].lower() not in _UNITS:
-        hint = _hint(match["number"], match["unit"].lower()) if match else ""
-        raise ValueError(
-            f"{text!r} is not a size{hint}; write 512MiB, 8GiB, 1.5GB or plain bytes (536870912)"
-        )
-    whole, _, fraction = match["number"].partition(".")
-    scale = 10 ** len(fraction)  # integers all the way: a float would lose bytes of a large size
-    return int(whole + fraction) * _UNITS[match["unit"].lower()] // scale
+    number, unit = _split(text)
+    if unit not in _BYTES:
+        examples = "512MiB, 8GiB, 1.5GB or plain bytes (536870912)"
+        raise ValueError(f"{text!r} is not a size{_which(number, unit)}; write {examples}")
+    whole, _, fraction = number.partition(".")
+    # Integers all the way: a float would lose bytes of a large size.
+    return int(whole + fraction) * _BYTES[unit] // int("1" + "0" * len(fraction))
 
 
-def _hint(number: str, unit: str) -> str:
+def parse_duration(text: str) -> float:
+    """Seconds. Raises ValueError with examples of what to write."""
+    number, unit = _split(text)
+    if unit not in _SECONDS:
+        raise ValueError(f"{text!r} is not a duration; write 30s, 5m, 1h, 500ms or plain seconds (30)")
+    return float(number) * _SECONDS[unit]
+
+
+def _split(text: str) -> tuple[str, str]:
+    """Number and unit; what is neither comes back as a unit that nobody knows."""
+    match = _QUANTITY.fullmatch(text.strip())
+    return (match[1], match[2].lower()) if match else ("", text)
+
+
+def _which(number: str, unit: str) -> str:
     """`8G` may mean 8GB or 8GiB, which are 7 % apart: ask instead of guessing."""
-    if unit in ("k", "m", "g", "t", "ki", "mi", "gi", "ti"):
+    if number and unit in ("k", "m", "g", "t", "ki", "mi", "gi", "ti"):
         letter = unit[0].upper()
         return f" ({number}{letter}iB or {number}{letter}B?)"
     return ""
 
 
 def format_size(size: int) -> str:
-    """The largest binary unit that leaves at least 1, with at most two decimals: `64 MiB`, `1.5 GiB`, `45 KiB`."""
+    """In the largest binary unit that leaves at least 1, with at most two decimals: `64 MiB`, `1.5 GiB`."""
     if abs(size) < 2**10:
         return f"{size} B"
     exponent = min((abs(size).bit_length() - 1) // 10, 4)
