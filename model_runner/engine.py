@@ -1,0 +1,113 @@
+"""The engine's loop body: admitted requests in, tokens and released reservations out, one step at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from model_runner.core.kv_spec import KVCacheSpec
+from model_runner.core.output import Runner, SchedulerOutput
+from model_runner.core.scheduler import Scheduler
+from model_runner.messages import Submit
+from model_runner.types import ChoiceOutput, StepStats
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step did. `released` are requests that ended and hold nothing any more, each reported once."""
+
+    outputs: list[ChoiceOutput]
+    released: list[str]
+    prefill_tokens: int
+    decode_tokens: int
+    running_sequences: int
+    waiting_sequences: int
+    used_blocks: int
+
+    def stats(self, step_seconds: float) -> StepStats:
+        """The account of the step for StepDone, once the caller has measured how long it took."""
+        return StepStats(
+            step_seconds=step_seconds,
+            prefill_tokens=self.prefill_tokens,
+            decode_tokens=self.decode_tokens,
+            running_sequences=self.running_sequences,
+            waiting_sequences=self.waiting_sequences,
+            used_blocks=self.used_blocks,
+        )
+
+
+class EngineCore:
+    """Runs admitted requests. Not thread-safe: submit and abort belong between steps.
+
+    Every mistake of the caller (a duplicate id, a reservation below the price, more reserved than
+    `num_blocks`) is an AssertionError: the books of the two processes no longer agree, and carrying on would
+    corrupt the cache.
+    """
+
+    def __init__(
+        self,
+        spec: KVCacheSpec,
+        runner: Runner,
+        *,
+        num_blocks: int,
+        headroom_blocks: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        eos_token_ids: Collection[int],
+        max_model_len: int,
+    ) -> None:
+        self.runner = runner
+        self.scheduler = Scheduler(
+            spec,
+            num_blocks=num_blocks,
+            headroom_blocks=headroom_blocks,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            eos_token_ids=eos_token_ids,
+            max_model_len=max_model_len,
+        )
+
+    @property
+    def has_work(self) -> bool:
+        """Whether step() would run anything."""
+        return self.scheduler.has_work
+
+    def submit(self, submit: Submit) -> None:
+        """Take one admitted prompt, with its n choices. It waits until a step has room for it."""
+        self.scheduler.submit(
+            submit.request_id, submit.prompt_token_ids, submit.params, submit.reserved_blocks
+        )
+
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        """End a request, or one of its choices, now. No output tells of it: when the whole request has ended,
+        its id is in `released`. Unknown and finished ids are ignored: an abort may cross the finish on its
+        way."""
+        self.scheduler.abort(request_id, choice)
+
+    def step(self) -> StepResult | None:
+        """Run one batch. None when there is nothing to run (aborts may still have released something:
+        drain()).""" if not self.has_work:
+            return None
+        scheduled = self.scheduler.schedule()
+        produced = self.runner.execute(scheduled)
+        outputs = self.scheduler.update_from_output(scheduled, produced)
+        return self._result(scheduled, outputs)
+
+    def drain(self) -> list[str]:
+        """Releases not reported yet; each id is returned once, here or in a StepResult."""
+        return self.scheduler.take_released()
+
+    def check_idle(self) -> None:
+        """Raises AssertionError when there is no work and yet something is reserved or held."""
+        self.scheduler.check_idle()
+
+    def _result(self, scheduled: SchedulerOutput, outputs: list[ChoiceOutput]) -> StepResult:
+        return StepResult(
+            outputs=outputs,
+            released=self.scheduler.take_released(),
+            prefill_tokens=scheduled.prefill_tokens,
+            decode_tokens=scheduled.decode_tokens,
+            running_sequences=self.scheduler.running_sequences,
+            waiting_sequences=self.scheduler.waiting_sequences,
+            used_blocks=self.scheduler.pool.used,
+        )
