@@ -80,13 +80,12 @@ class EngineCore:
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """End a request, or one of its choices, now. No output tells of it: when the whole request has ended,
-        its id is in `released`. Unknown and finished ids are ignored: an abort may cross the finish on its
-        way."""
+        its id is in `released`. Unknown and finished ids are ignored: an abort may cross the finish."""
         self.scheduler.abort(request_id, choice)
 
     def step(self) -> StepResult | None:
-        """Run one batch. None when there is nothing to run (aborts may still have released something:
-        drain()).""" if not self.has_work:
+        """Run one batch. None when there is nothing to run (an abort may have released something: drain())."""
+        if not self.has_work:
             return None
         scheduled = self.scheduler.schedule()
         produced = self.runner.execute(scheduled)

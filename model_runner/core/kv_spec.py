@@ -46,8 +46,7 @@ class LayerGroup:
 class KVCacheSpec:
     """Prices sequences and requests in blocks and bytes.
 
-    `groups` all have the same number of layers and the same bytes per token, so that `block_bytes` is one
-    number.
+    `groups` all have the same number of layers and bytes per token, so that `block_bytes` is one number.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -93,8 +92,8 @@ class KVCacheSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes one more token costs while every layer still grows: 2 · all layers · kv_heads · head_dim ·
-        element_bytes.""" return len(self.groups) * self.block_bytes // self.block_size
+        """Bytes of a token while every layer grows: 2 · layers · kv_heads · head_dim · element_bytes."""
+        return len(self.groups) * self.block_bytes // self.block_size
 
     def cap_blocks(self, window: int) -> int:
         """The most blocks that `window` consecutive positions touch: ceil((window - 1) / block_size) + 1."""
@@ -117,9 +116,8 @@ class KVCacheSpec:
 
         - A full group keeps all: F + n·(E - F).
         - In a sliding group no choice ever needs more than `cap` blocks: o of its own and, while the window
-          still
-          reaches back into the prompt, at most cap - o shared ones. The choices advance together, so what
-          they hold is n·o + min(F, cap - o), which grows with o, and o ends at min(E - F, cap).
+          still reaches back into the prompt, at most cap - o shared ones. The choices advance together, so
+          what they hold is n·o + min(F, cap - o), which grows with o, and o ends at min(E - F, cap).
         """
         if prompt_tokens < 1 or max_tokens < 1 or n < 1:
             raise ValueError(f"nothing to price: {prompt_tokens=} {max_tokens=} {n=}")
@@ -151,7 +149,8 @@ class KVCacheSpec:
 
     def largest_max_tokens(self, prompt_tokens: int, n: int, budget_blocks: int, limit: int) -> int:
         """The largest max_tokens, at most `limit`, whose price fits `budget_blocks`; 0 when not even 1
-        does.""" return bisect_right(
+        does."""
+        return bisect_right(
             range(1, limit + 1),
             budget_blocks,
             key=lambda max_tokens: self.request_blocks(prompt_tokens, max_tokens, n),
@@ -201,8 +200,7 @@ def _windows(config: Mapping[str, Any]) -> list[int | None]:
     layer_types = config.get("layer_types")
     slides = bool(config.get("sliding_window")) and config.get("use_sliding_window", True)
     if layer_types is None:
-        # The families without layer_types (Mistral, Phi-3, Qwen3-MoE …) apply a window, when set, to every
-        # layer.
+        # The families without layer_types (Mistral, Phi-3, Qwen3-MoE …) apply a window to all layers.
         if slides and config.get("max_window_layers") is not None:
             raise _not_servable(config, "its config sets max_window_layers but not layer_types")
         layer_types = ["sliding_attention" if slides else "full_attention"] * num_layers

@@ -4,8 +4,9 @@ The batch is rebuilt every step, first come first served: one token for every se
 prompts in chunks, until `max_num_batched_tokens` are used. Nothing is ever preempted and no allocation can
 fail, because every request arrives with its whole lifetime's blocks reserved:
 
-    blocks held by a request <= its reservation + what its prefill chunk borrows from the headroom in this
-    step sum of reservations      <= num_blocks sum of what is borrowed  <= headroom_blocks
+    blocks held by a request <= its reservation + what its prefill chunk borrows from the headroom
+    sum of reservations      <= num_blocks
+    sum of what is borrowed  <= headroom_blocks
 """
 
 from __future__ import annotations
@@ -104,8 +105,8 @@ class Scheduler:
         return SchedulerOutput(sequences, samples, copies, prefill_tokens, decode_tokens)
 
     def update_from_output(self, scheduled: SchedulerOutput, produced: RunnerOutput) -> list[ChoiceOutput]:
-        """Book what a step computed: prefill progress, drawn tokens, endings, blocks that fell out of
-        windows.""" for sequence in scheduled.sequences[scheduled.decode_tokens :]:
+        """Book what a step computed: prefill progress, drawn tokens, endings, blocks left behind by windows."""
+        for sequence in scheduled.sequences[scheduled.decode_tokens :]:
             request, _ = self._by_sequence[sequence.sequence_id]
             self._advance_prefill(request, len(sequence.token_ids))
             request.prompt_logprobs += produced.prompt_logprobs.get(sequence.sequence_id, [])
@@ -207,8 +208,7 @@ class Scheduler:
             yield request
 
     def _chunk_tokens(self, request: Request, budget: int, headroom: int) -> int:
-        """The length of a prompt's next chunk, at least 1. Its lease may borrow what the chunk needs of the
-        headroom.
+        """The length of a prompt's next chunk, at least 1; its lease borrows what the chunk needs.
 
         All groups grow by the same blocks. One token always fits the reservation: that is what it was priced
         for.
