@@ -1,0 +1,109 @@
+"""One table from what went wrong to what the client is told, in OpenAI's shape."""
+
+from __future__ import annotations
+
+import math
+import random
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from model_runner import errors
+
+INVALID = "invalid_request_error"
+RATE_LIMIT = "rate_limit_exceeded"
+SERVER = "server_error"
+
+# class -> (HTTP status, OpenAI's `type`). A class that isn't here is told as its nearest parent.
+TABLE: dict[type[errors.PlimsollError], tuple[int, str]] = {
+    errors.InvalidRequest: (400, INVALID),
+    errors.ContextLengthExceeded: (400, INVALID),
+    errors.KVCacheBudgetExceeded: (400, INVALID),
+    errors.RequestTooLarge: (413, INVALID),
+    errors.InvalidAPIKey: (401, INVALID),
+    errors.ModelNotFound: (404, INVALID),
+    errors.QueueFull: (429, RATE_LIMIT),
+    errors.WaitTooLong: (429, RATE_LIMIT),
+    errors.QueueTimeout: (504, SERVER),
+    errors.Draining: (503, SERVER),
+    errors.Starting: (503, SERVER),
+    errors.EngineRestarting: (503, SERVER),
+    errors.PlimsollError: (500, SERVER),
+}
+
+# Enough to spread a crowd that was refused at the same moment; always upwards, so that nobody comes back too early.
+_JITTER = 0.1
+
+
+class BodyTimeout(errors.InvalidRequest):
+    """The client took too long to send the body."""
+
+
+TABLE[BodyTimeout] = (408, INVALID)
+
+
+def status_and_type(error: errors.PlimsollError) -> tuple[int, str]:
+    return next(TABLE[kind] for kind in type(error).__mro__ if kind in TABLE)
+
+
+def error_body(error: errors.PlimsollError) -> dict[str, Any]:
+    """The JSON body of an error, as protocol.responses.ErrorResponse describes it."""
+    code = error.code if isinstance(error, errors.InvalidRequest) and error.code else error.reason.value
+    body: dict[str, Any] = {
+        "message": error.message,
+        "type": status_and_type(error)[1],
+        "param": error.param if isinstance(error, errors.ClientError) else None,
+        "code": code,
+    }
+    if isinstance(error, errors.KVCacheBudgetExceeded):
+        body["required_bytes"] = error.required_bytes
+        body["budget_bytes"] = error.budget_bytes
+        body["largest_max_tokens"] = error.largest_max_tokens
+    return {"error": body}
+
+
+def error_headers(error: errors.PlimsollError) -> dict[str, str]:
+    if isinstance(error, errors.InvalidAPIKey):
+        return {"www-authenticate": 'Bearer realm="plimsoll"'}
+    if isinstance(error, errors.RequestTooLarge | BodyTimeout):
+        return {"connection": "close"}  # the rest of the body is still on its way, and nobody will read it
+    if isinstance(error, errors.EngineDied):
+        return {"x-should-retry": "false"}  # it has been tried again here already
+    if isinstance(error, errors.LoadError):
+        return retry_headers(error.retry_after_seconds)
+    return {}
+
+
+def retry_headers(seconds: float) -> dict[str, str]:
+    """`Retry-After` in whole seconds, which every client reads, and `retry-after-ms`, which OpenAI's prefers."""
+    milliseconds = max(1, math.ceil(max(seconds, 0.0) * 1000 * (1 + random.uniform(0, _JITTER))))
+    return {"retry-after": str(max(1, math.ceil(milliseconds / 1000))), "retry-after-ms": str(milliseconds)}
+
+
+def json_response(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, "application/json")
+
+
+def error_response(error: errors.PlimsollError) -> Response:
+    return json_response(error_body(error), status_and_type(error)[0], error_headers(error))
+
+
+def internal_error(request_id: str) -> errors.ServerFault:
+    """What a client is told of a fault that nobody foresaw. The traceback is in the log, under the same id."""
+    return errors.ServerFault(f"The server failed on this request. Its id in the log is {request_id}.")
+
+
+def http_error_response(error: HTTPException, method: str, path: str) -> Response:
+    """404 and 405 of the router, in the shape of all the others."""
+    phrase = HTTPStatus(error.status_code).phrase
+    messages = {
+        404: (f"There is nothing at {path}.", "unknown_url"),
+        405: (f"{path} does not take {method}.", "method_not_supported"),
+    }
+    message, code = messages.get(error.status_code, (f"{phrase}: {error.detail}", None))
+    kind = INVALID if error.status_code < 500 else SERVER
+    body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    return json_response(body, error.status_code, dict(error.headers or {}))

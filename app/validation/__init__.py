@@ -1,0 +1,12 @@
+"""From bytes that a client sent to a request that can be priced: parsed, in range, in token ids, within the context.
+
+Pure functions of the body, the tokenizer and the model's limits, so that a long prompt can be prepared in a thread.
+Everything here raises ClientError, with one sentence that says what is allowed.
+"""
+
+from __future__ import annotations
+
+from app.validation.limits import Limits
+from app.validation.request import ValidRequest, validate_chat, validate_completion
+
+__all__ = ["Limits", "ValidRequest", "validate_chat", "validate_completion"]
