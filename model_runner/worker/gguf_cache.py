@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
+import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import torch
@@ -21,32 +25,79 @@ FORMAT_VERSION = 1
 _HASH_BUFFER_BYTES = 1 << 20
 
 
-def read_gguf_config(path: Path) -> PreTrainedConfig:
-    """The model's config, from the file's metadata. Raises ModelNotServable for an architecture not known."""
-    try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
-    except (ValueError, KeyError) as error:
-        raise ModelNotServable(f"{path.name} can't be read as a model: {error}") from error
-    return config
+class GGUFCache:
+    """What is derived from one GGUF file. Its folder's name carries the file's SHA-256, so another file under the
+    same path is another folder."""
 
+    def __init__(self, path: Path, cache_dir: Path) -> None:
+        self._path = path
+        self._folder = cache_dir / "weights" / f"{_sha256(path)[:32]}-v{FORMAT_VERSION}"
 
-def converted_gguf(
-    path: Path, config: PreTrainedConfig, dtype: torch.dtype, cache_dir: Path, on_progress: Callable[[float], None]
-) -> Path:
-    """The folder that holds the file's weights in `dtype`; made now if it is not in the cache yet.
+    def read_config(self) -> PreTrainedConfig:
+        """The model's config, from the file's metadata (kept: parsing them takes seconds).
 
-    The name carries the file's SHA-256, so another file under the same path is another folder. It appears whole or
-    not at all: two servers that start at once both convert, and one of them wins.
-    """
-    name = f"{_sha256(path)}-{str(dtype).removeprefix('torch.')}-v{FORMAT_VERSION}"
-    folder = cache_dir / "weights" / name
-    if folder.is_dir():
+        Raises ModelNotServable for an architecture that transformers can't read from GGUF.
+        """
+        kept = self._folder / "config"
+        if not kept.is_dir():
+            try:
+                config = AutoConfig.from_pretrained(str(self._path.parent), gguf_file=self._path.name)
+                config.architectures = [type(_skeleton(config, torch.float32)).__name__]
+            except (ValueError, KeyError) as error:
+                raise ModelNotServable(f"{self._path.name} can't be served from GGUF: {error}") from error
+            _make_folder(kept, config.save_pretrained)
+        config = AutoConfig.from_pretrained(str(kept), local_files_only=True)
+        assert isinstance(config, PreTrainedConfig)
+        return config
+
+    def convert(
+        self, config: PreTrainedConfig, dtype: torch.dtype, on_progress: Callable[[float], None]
+    ) -> Path:
+        """The folder that holds the weights in `dtype`, made now unless it was made before."""
+        folder = self._folder / str(dtype).removeprefix("torch.")
+        if not folder.is_dir():
+            _make_folder(folder, lambda draft: self._convert(config, dtype, draft, on_progress))
         return folder
+
+    def _convert(
+        self, config: PreTrainedConfig, dtype: torch.dtype, folder: Path, on_progress: Callable[[float], None]
+    ) -> None:
+        model = _skeleton(config, dtype)
+        with redirect_stderr(_ProgressBar(on_progress)):
+            checkpoint = load_gguf_checkpoint(
+                str(self._path), return_tensors=True, model_to_load=model, torch_dtype=dtype
+            )
+        save_file(checkpoint["tensors"], folder / "model.safetensors", metadata={"format": "pt"})
+        config.save_pretrained(folder)
+
+
+class _ProgressBar(io.TextIOBase):
+    """Turns the progress bar that transformers draws on stderr into fractions; all else goes on to stderr."""
+
+    def __init__(self, on_progress: Callable[[float], None]) -> None:
+        self._on_progress = on_progress
+        self._stderr = sys.stderr
+
+    def write(self, text: str) -> int:
+        if percent := re.search(r"(\d+)%\|", text):
+            self._on_progress(int(percent[1]) / 100)
+        elif text.strip():
+            self._stderr.write(text)
+        return len(text)
+
+
+def _skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> torch.nn.Module:
+    with torch.device("meta"):
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model
+
+
+def _make_folder(folder: Path, fill: Callable[[Path], None]) -> None:
+    """`folder` appears whole or not at all. Of two processes that make it at once, one wins and both go on."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{name[:12]}-", dir=folder.parent))
+    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        _convert(path, config, dtype, draft)
-        on_progress(1.0)
+        fill(draft)
         try:
             os.rename(draft, folder)
         except OSError:
@@ -54,17 +105,6 @@ def converted_gguf(
                 raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    return folder
-
-
-def _convert(path: Path, config: PreTrainedConfig, dtype: torch.dtype, folder: Path) -> None:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    checkpoint = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model, torch_dtype=dtype)
-    tensors = {name: tensor.contiguous() for name, tensor in checkpoint["tensors"].items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config.architectures = [type(model).__name__]
-    config.save_pretrained(folder)
 
 
 def _sha256(path: Path) -> str:

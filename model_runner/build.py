@@ -1,0 +1,174 @@
+"""Composition root of the engine process, and the only importer of worker/: from an EngineConfig to an engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from model_runner import engine_process, model_files
+from model_runner.config import EngineConfig
+from model_runner.core.kv_spec import KVCacheSpec
+from model_runner.engine import EngineCore
+from model_runner.engine_process import BuiltEngine
+from model_runner.errors import DoesNotFit
+from model_runner.messages import ModelInfo
+from model_runner.worker import machine, memory, warmup
+from model_runner.worker.kv_cache import allocate_kv_cache
+from model_runner.worker.loader import Source, load_model, read_source, weights_bytes
+from model_runner.worker.memory import Plan, mib
+from model_runner.worker.runner import ModelRunner
+from model_runner.worker.sampler import Sampler
+from model_runner.worker.servable import attention_modules
+
+logger = logging.getLogger(__name__)
+
+OnProgress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Choices:
+    """What the machine and the model's config decide, before any weights are read."""
+
+    source: Source
+    device: torch.device
+    dtype: torch.dtype
+    spec: KVCacheSpec
+    weights_bytes: int
+    num_threads: int
+
+
+def build_engine(
+    config: EngineConfig, on_progress: OnProgress, on_planned: Callable[[ModelInfo], None]
+) -> BuiltEngine:
+    """Load the model, size and allocate its cache, and warm it up.
+
+    `on_planned` gets the prices and the budget as soon as they are known: on a CPU that is before the weights are
+    read. Raises StartupError with a message for the person who started the server.
+    """
+    chosen = _choose(config, on_progress)
+    on_cpu = chosen.device.type == "cpu"
+    if on_cpu:
+        torch.set_num_threads(chosen.num_threads)
+        plan = _plan_on_cpu(config, chosen)
+        on_planned(_model_info(chosen, plan))
+    model = load_model(
+        chosen.source, chosen.dtype, chosen.device, lambda fraction: on_progress("reading weights", fraction)
+    )
+    modules = attention_modules(model, chosen.spec)
+    if not on_cpu:
+        plan = _plan_on_cuda(config, chosen, model, modules)
+        on_planned(_model_info(chosen, plan))
+    on_progress("warming up", 0.0)
+    runner = _make_runner(chosen, model, modules, plan.blocks_total)
+    measured = {
+        "decode_step_seconds": warmup.measure_decode_seconds(runner, chosen.spec, plan.blocks_total),
+        "prefill_tokens_per_second": warmup.measure_prefill_rate(
+            runner, chosen.spec, plan.blocks_total, min(config.max_num_batched_tokens, plan.max_model_len)
+        ),
+    }
+    on_progress("warming up", 1.0)
+    info = _model_info(chosen, plan)
+    core = EngineCore(
+        chosen.spec,
+        runner,
+        num_blocks=plan.num_blocks,
+        headroom_blocks=plan.headroom_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        eos_token_ids=info.eos_token_ids,
+        max_model_len=plan.max_model_len,
+    )
+    return BuiltEngine(core=core, model=info, execution="eager, torch attention", **measured)
+
+
+def _choose(config: EngineConfig, on_progress: OnProgress) -> _Choices:
+    files = model_files.resolve(config.model, config.cache_dir, on_progress)
+    on_progress("reading the model's config", 0.0)
+    source = read_source(files)
+    device = machine.choose_device(config.device)
+    dtype = machine.choose_dtype(config.dtype, device, source.config.dtype)
+    spec = KVCacheSpec.from_config(
+        source.config.to_dict(), block_size=config.block_size, element_bytes=dtype.itemsize
+    )
+    return _Choices(
+        source=source,
+        device=device,
+        dtype=dtype,
+        spec=spec,
+        weights_bytes=weights_bytes(source, dtype),
+        num_threads=machine.choose_num_threads(config.num_threads),
+    )
+
+
+def _plan_on_cpu(config: EngineConfig, chosen: _Choices) -> Plan:
+    available = machine.available_memory_bytes()
+    context = chosen.source.context
+    kv_bytes = config.kv_cache_memory_bytes
+    if kv_bytes is None:
+        share = memory.cpu_kv_bytes(config, available, chosen.weights_bytes)
+        longest = memory.plan(config, chosen.spec, share, context).max_model_len
+        kv_bytes = min(share, memory.most_useful_bytes(config, chosen.spec, longest))
+    elif chosen.weights_bytes + kv_bytes > available:
+        raise DoesNotFit(
+            f"The weights ({mib(chosen.weights_bytes)}) and --kv-cache-memory {mib(kv_bytes)} together are more "
+            f"than the {mib(available)} of memory available."
+        )
+    return memory.plan(config, chosen.spec, kv_bytes, context)
+
+
+def _plan_on_cuda(
+    config: EngineConfig, chosen: _Choices, model: nn.Module, modules: list[nn.Module]
+) -> Plan:
+    """Give the cache what the device has left beside the weights and a worst-case forward, which is run to see."""
+    kv_bytes = config.kv_cache_memory_bytes
+    if kv_bytes is None:
+        spec, device = chosen.spec, chosen.device
+        blocks = -(-config.max_num_batched_tokens // spec.block_size)
+        torch.cuda.reset_peak_memory_stats(device)
+        runner = _make_runner(chosen, model, modules, blocks)
+        warmup.run_worst_case(runner, spec, blocks, config.max_num_batched_tokens, config.max_num_seqs)
+        peak = torch.cuda.max_memory_allocated(device) - blocks * spec.block_bytes
+        del runner
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        others = total - free - torch.cuda.memory_reserved(device)
+        kv_bytes = int(total * config.gpu_memory_utilization) - peak - others
+        if kv_bytes <= 0:
+            raise DoesNotFit(
+                f"Nothing is left for the KV cache: of {mib(total)} on {device}, --gpu-memory-utilization "
+                f"{config.gpu_memory_utilization} allows {mib(int(total * config.gpu_memory_utilization))}; the "
+                f"weights and a forward pass take {mib(peak)}, other processes {mib(others)}."
+            )
+    return memory.plan(config, chosen.spec, kv_bytes, chosen.source.context)
+
+
+def _make_runner(
+    chosen: _Choices, model: nn.Module, modules: list[nn.Module], blocks_total: int
+) -> ModelRunner:
+    kv_cache = allocate_kv_cache(chosen.spec, blocks_total, chosen.dtype, chosen.device)
+    return ModelRunner(model, modules, chosen.spec, kv_cache, Sampler())
+
+
+def _model_info(chosen: _Choices, plan: Plan) -> ModelInfo:
+    return ModelInfo(
+        architecture=chosen.source.architecture,
+        dtype=str(chosen.dtype).removeprefix("torch."),
+        device=str(chosen.device),
+        max_model_len=plan.max_model_len,
+        vocab_size=chosen.source.config.vocab_size,
+        eos_token_ids=chosen.source.eos_token_ids,
+        spec=chosen.spec,
+        num_blocks=plan.num_blocks,
+        headroom_blocks=plan.headroom_blocks,
+        weights_bytes=chosen.weights_bytes,
+        num_threads=chosen.num_threads,
+    )
+
+
+if __name__ == "__main__":
+    engine_process.main(build_engine)

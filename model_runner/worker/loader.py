@@ -1,0 +1,145 @@
+"""From a model's files to a transformers model in memory, in two steps: its config first, its weights later."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.utils import logging as transformers_logging
+
+from model_runner.errors import ModelNotServable
+from model_runner.model_files import ModelFiles
+from model_runner.worker.gguf_cache import GGUFCache
+
+logger = logging.getLogger(__name__)
+
+OnFraction = Callable[[float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model whose config has been read. `config` is of its text decoder alone."""
+
+    config: PreTrainedConfig
+    gguf: GGUFCache | None
+    folder: Path | None  # of safetensors; None until a GGUF is converted
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def architecture(self) -> str:
+        return (self.config.architectures or [self.config.model_type])[0]
+
+    @property
+    def context(self) -> int | None:
+        """The longest sequence the model was made for, in tokens."""
+        return getattr(self.config, "max_position_embeddings", None)
+
+
+def read_source(files: ModelFiles) -> Source:
+    """Read the config, from local files only. Raises ModelNotServable when there is none that can be served."""
+    if files.kind == "gguf":
+        gguf = GGUFCache(files.path, Path(files.cache_dir))
+        config = gguf.read_config()
+        return Source(config, gguf, None, _eos_token_ids(config, None))
+    try:
+        whole = AutoConfig.from_pretrained(str(files.path), local_files_only=True)
+    except (ValueError, KeyError, OSError) as error:
+        raise ModelNotServable(f"{files.path} holds no model config that transformers can read: {error}") from error
+    if getattr(whole, "quantization_config", None):
+        method = dict(whole.quantization_config).get("quant_method", "unknown")
+        raise ModelNotServable(
+            f"The weights in {files.path} are quantised ({method}), which is not supported: use the model in "
+            "bfloat16 or float32, or a .gguf file, which is dequantised."
+        )
+    config = whole.get_text_config(decoder=True)
+    if config is not whole and not config.architectures:
+        config.architectures = whole.architectures
+    return Source(config, None, files.path, _eos_token_ids(config, files.path))
+
+
+def _eos_token_ids(config: PreTrainedConfig, folder: Path | None) -> tuple[int, ...]:
+    """Where generation stops: what generation_config.json says, where there is one, else the model's config."""
+    declared: Any = config.eos_token_id
+    if folder is not None and (folder / "generation_config.json").exists():
+        generation = json.loads((folder / "generation_config.json").read_text())
+        declared = generation.get("eos_token_id", declared)
+    if declared is None:
+        return ()
+    return tuple(declared) if isinstance(declared, list) else (declared,)
+
+
+def weights_bytes(source: Source, dtype: torch.dtype) -> int:
+    """What the weights will take in memory in `dtype`, tied ones counted once. Nothing is loaded."""
+    model = skeleton(source.config, dtype)
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> nn.Module:
+    """The model without its weights. Raises ModelNotServable when transformers has no decoder for the config."""
+    try:
+        with torch.device("meta"):
+            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ModelNotServable(f"transformers has no causal language model for {config.model_type!r}: {error}") from error
+    model.tie_weights()  # type: ignore[operator]
+    return model
+
+
+def load_model(source: Source, dtype: torch.dtype, device: torch.device, on_progress: OnFraction) -> nn.Module:
+    """The model with its weights, ready for inference. A GGUF is converted first, if it was not yet.
+
+    Raises ModelNotServable when the files lack weights that the model needs.
+    """
+    folder = source.folder
+    if source.gguf is not None:
+        folder = source.gguf.convert(source.config, dtype, lambda fraction: on_progress(fraction * 0.8))
+    assert folder is not None
+    try:
+        with _weights_progress(on_progress):
+            model, report = AutoModelForCausalLM.from_pretrained(
+                str(folder),
+                config=source.config,
+                dtype=dtype,
+                attn_implementation="eager",
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelNotServable(f"The weights in {folder} can't be loaded: {error}") from error
+    if missing := sorted(report["missing_keys"]):
+        raise ModelNotServable(f"{folder} lacks {len(missing)} of the model's weights, such as {missing[0]}.")
+    if unexpected := sorted(report["unexpected_keys"]):
+        logger.info("%d tensors of the checkpoint are not used, such as %s", len(unexpected), unexpected[0])
+    loaded: nn.Module = model.eval().requires_grad_(False).to(device)
+    return loaded
+
+
+@contextmanager
+def _weights_progress(on_progress: OnFraction) -> Iterator[None]:
+    """Report transformers' loading instead of letting it draw its own progress bar."""
+
+    def watch(_: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        items = args[0] if args else options["iterable"]
+        total = options.get("total") or len(items)
+        return _reported(items, total, on_progress)
+
+    transformers_logging.set_tqdm_hook(watch)
+    try:
+        yield
+    finally:
+        transformers_logging.set_tqdm_hook(None)
+
+
+def _reported(items: Any, total: int, on_progress: OnFraction) -> Iterator[Any]:
+    for number, item in enumerate(items, 1):
+        yield item
+        on_progress(number / total)

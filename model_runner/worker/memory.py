@@ -1,0 +1,86 @@
+"""How many blocks there will be, and how long a request may be: the model's wishes against the memory there is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from model_runner.config import EngineConfig
+from model_runner.core.kv_spec import KVCacheSpec
+from model_runner.errors import DoesNotFit
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The KV cache's size. `num_blocks` is what requests may reserve; the headroom comes on top."""
+
+    max_model_len: int  # tokens
+    num_blocks: int
+    headroom_blocks: int
+
+    @property
+    def blocks_total(self) -> int:
+        return self.num_blocks + self.headroom_blocks
+
+
+def cpu_kv_bytes(config: EngineConfig, available_bytes: int, weights_bytes: int) -> int:
+    """What the KV cache may take on a CPU when no size was given: a share of what the weights leave.
+
+    Raises DoesNotFit when the weights alone are more than there is.
+    """
+    if weights_bytes >= available_bytes:
+        raise DoesNotFit(
+            f"The model's weights take {mib(weights_bytes)}, and only {mib(available_bytes)} of memory are available. "
+            "Use a smaller model, a smaller --dtype (bfloat16 is half of float32), or a machine with more memory."
+        )
+    return int((available_bytes - weights_bytes) * config.cpu_memory_utilization)
+
+
+def plan(config: EngineConfig, spec: KVCacheSpec, kv_bytes: int, context: int | None) -> Plan:
+    """Cut `kv_bytes` into blocks, and settle the longest request.
+
+    `context` is the model's own, in tokens, when it declares one. Raises DoesNotFit when one request of
+    max_model_len doesn't fit, unless the length was left to choose (`max_model_len_auto`).
+    """
+    wished = config.max_model_len or context
+    if wished is None:
+        raise DoesNotFit("The model's config gives no context length: set --max-model-len.")
+    if context is not None and wished > context:
+        raise DoesNotFit(f"--max-model-len {wished} is more than the model's own context of {context} tokens.")
+    headroom = spec.headroom_blocks(config.max_num_batched_tokens)
+    num_blocks = kv_bytes // spec.block_bytes - headroom
+    needed = spec.sequence_blocks(wished)
+    if needed <= num_blocks:
+        return Plan(wished, num_blocks, headroom)
+    fits = largest_model_len(spec, num_blocks, wished)
+    if config.max_model_len_auto and fits > 0:
+        return Plan(fits, num_blocks, headroom)
+    shorter = f", or --max-model-len {fits} or less (`auto` chooses it)" if fits else ""
+    raise DoesNotFit(
+        f"One request of {wished} tokens needs {mib(needed * spec.block_bytes)} of KV cache, but only "
+        f"{mib(max(0, num_blocks) * spec.block_bytes)} are left for requests (of {mib(kv_bytes)}, less "
+        f"{mib(headroom * spec.block_bytes)} kept for prefills in flight). "
+        f"Give --kv-cache-memory {mib((needed + headroom) * spec.block_bytes)} or more{shorter}."
+    )
+
+
+def largest_model_len(spec: KVCacheSpec, num_blocks: int, limit: int) -> int:
+    """The longest sequence that fits, in tokens, a multiple of the block size (or `limit`); 0 when none does."""
+    low, high = 0, -(-limit // spec.block_size)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if spec.sequence_blocks(middle * spec.block_size) <= num_blocks:
+            low = middle
+        else:
+            high = middle - 1
+    return min(low * spec.block_size, limit)
+
+
+def most_useful_bytes(config: EngineConfig, spec: KVCacheSpec, max_model_len: int) -> int:
+    """What `max_num_seqs` sequences of full length would hold: more cache than this could never be used."""
+    blocks = config.max_num_seqs * spec.sequence_blocks(max_model_len)
+    return (blocks + spec.headroom_blocks(config.max_num_batched_tokens)) * spec.block_bytes
+
+
+def mib(size: int) -> str:
+    """Bytes as people write sizes, rounded up: "512MiB"."""
+    return f"{-(-size // (1 << 20))}MiB"
