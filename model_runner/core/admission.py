@@ -1,0 +1,299 @@
+"""The door: who may come in now, who waits, and who is turned away. Nothing here runs a model.
+
+Two things are reserved for every request before it runs, whole or not at all: KV blocks for its whole lifetime, and
+places in the batch. `decide` answers one of three, and the caller must
+
+    Admitted   hand the request's parts to the engine: its reservation stands from this moment;
+    Queued     wait: some later `release`, `cancel`, `expire` or `open` will name it among those let in,
+               or `expire` will name it among those too late;
+    Rejected   say so to the client; nothing was reserved, nothing is remembered.
+
+First come, first served: nothing overtakes the head of the queue, and since the head is never larger than the whole
+budget it always gets its turn. A reservation ends with `release`, on the engine's word that the blocks are back, or
+with `close`, when that engine is dead and its memory gone.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from model_runner.core.forecast import Forecast
+from model_runner.core.pace import Pace
+from model_runner.errors import Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One prompt of a request, with its choices: what is released as one."""
+
+    part_id: str
+    blocks: int
+    sequences: int
+    prompt_tokens: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request as the door sees it: all of its parts come in together."""
+
+    ask_id: str
+    parts: tuple[Part, ...]
+
+    @property
+    def blocks(self) -> int:
+        return sum(part.blocks for part in self.parts)
+
+    @property
+    def sequences(self) -> int:
+        return sum(part.sequences for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    predicted_wait_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """`predicted_wait_seconds` is when to come back; infinite if the request can never fit."""
+
+    reason: Reason
+    predicted_wait_seconds: float
+
+
+Decision: TypeAlias = Admitted | Queued | Rejected
+
+
+@dataclass(slots=True)
+class _Waiting:
+    ask: Ask
+    deadline: float
+
+
+@dataclass(slots=True)
+class _Reservation:
+    ask_id: str
+    part: Part
+    generated_tokens: int = 0
+
+
+class AdmissionController:
+    """The ledger of reservations and the queue before it. Holds `0 <= reserved_blocks <= num_blocks` always."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        max_num_seqs: int,
+        max_queue_requests: int,
+        max_queue_seconds: float,
+        pace: Pace,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.max_num_seqs = max_num_seqs
+        self.max_queue_requests = max_queue_requests
+        self.max_queue_seconds = max_queue_seconds
+        self.pace = pace
+        self.reserved_blocks = 0
+        self.queued_blocks = 0
+        self._open = False
+        self._queue: OrderedDict[str, _Waiting] = OrderedDict()
+        self._earliest_deadline = float("inf")  # a lower bound: saves walking the queue when nothing is late
+        self._reservations: dict[str, _Reservation] = {}
+        self._sequences: dict[str, int] = {}  # ask_id -> sequences of its parts not yet released
+        self._reserved_sequences = 0
+        self._forecast: Forecast | None = None  # at the queue's tail; None when something has changed since
+
+    @property
+    def queue_length(self) -> int:
+        return len(self._queue)
+
+    @property
+    def free_blocks(self) -> int:
+        return self.num_blocks - self.reserved_blocks
+
+    @property
+    def reserved_sequences(self) -> int:
+        return self._reserved_sequences
+
+    def reservations(self) -> dict[str, int]:
+        """Blocks by part_id."""
+        return {part_id: reservation.part.blocks for part_id, reservation in self._reservations.items()}
+
+    def queued_ask_ids(self) -> list[str]:
+        return list(self._queue)
+
+    def decide(self, ask: Ask, now: float) -> Decision:
+        blocks = ask.blocks
+        if blocks > self.num_blocks:
+            return Rejected(Reason.KV_CACHE_BUDGET_EXCEEDED, float("inf"))
+        if not self._queue and self._has_room(ask):
+            self._reserve(ask)
+            return Admitted()
+        forecast = self._forecast_at(now)
+        places = self._places(ask.sequences)
+        wait = max(0.0, forecast.room_at(blocks, places) - now)
+        if len(self._queue) >= self.max_queue_requests:
+            return Rejected(Reason.QUEUE_FULL, wait)
+        if wait > self.max_queue_seconds:
+            return Rejected(Reason.WAIT_TOO_LONG, wait)
+        self._enqueue(ask, now)
+        self._foresee(forecast, ask)
+        return Queued(wait)
+
+    def predict_wait(self, ask: Ask, now: float) -> float:
+        """Seconds until there would be room for `ask` behind all who wait now."""
+        return max(0.0, self._forecast_at(now).room_at(ask.blocks, self._places(ask.sequences)) - now)
+
+    def open(self) -> list[Ask]:
+        """An engine is there. Returns those let in."""
+        self._open = True
+        return self._admit_from_queue()
+
+    def close(self) -> None:
+        """The engine is gone and every block with it; nothing is let in until `open`."""
+        self._open = False
+        self._reservations.clear()
+        self._sequences.clear()
+        self.reserved_blocks = 0
+        self._reserved_sequences = 0
+        self._forecast = None
+
+    def requeue(self, asks: Sequence[Ask], now: float) -> None:
+        """To the queue's head, in this order, with a new deadline: they had been let in once."""
+        for ask in reversed(asks):
+            self._enqueue(ask, now)
+            self._queue.move_to_end(ask.ask_id, last=False)
+        self._forecast = None
+
+    def release(self, part_ids: Iterable[str]) -> list[Ask]:
+        """The engine says that these parts' blocks are back in its pool. Returns those let in by it.
+
+        Raises KeyError for a part that holds no reservation: ledger and engine disagree.
+        """
+        for part_id in part_ids:
+            reservation = self._reservations.pop(part_id)
+            self.reserved_blocks -= reservation.part.blocks
+            left = self._sequences.pop(reservation.ask_id)
+            self._reserved_sequences -= self._places(left)
+            left -= reservation.part.sequences
+            if left:
+                self._sequences[reservation.ask_id] = left
+                self._reserved_sequences += self._places(left)
+        self._forecast = None
+        return self._admit_from_queue()
+
+    def cancel(self, ask_id: str) -> list[Ask]:
+        """Leave the queue. Returns those let in by it; the head's going may open the way for the next."""
+        waiting = self._queue.pop(ask_id, None)
+        if waiting is None:
+            return []
+        self.queued_blocks -= waiting.ask.blocks
+        self._forecast = None
+        return self._admit_from_queue()
+
+    def expire(self, now: float) -> tuple[list[Ask], list[Ask]]:
+        """(those whose deadline in the queue has passed, those let in by their going)."""
+        if now < self._earliest_deadline:
+            return [], []
+        late = [waiting.ask for waiting in self._queue.values() if waiting.deadline <= now]
+        for ask in late:
+            del self._queue[ask.ask_id]
+            self.queued_blocks -= ask.blocks
+        deadlines = (waiting.deadline for waiting in self._queue.values())
+        self._earliest_deadline = min(deadlines, default=float("inf"))
+        self._forecast = None
+        return late, self._admit_from_queue()
+
+    def progress(self, part_id: str, generated_tokens: int) -> None:
+        """How far the longest choice of a running part has come. Only forecasts depend on it."""
+        reservation = self._reservations.get(part_id)
+        if reservation is not None:
+            reservation.generated_tokens = max(reservation.generated_tokens, generated_tokens)
+            self._forecast = None
+
+    def _places(self, sequences: int) -> int:
+        # A request of more sequences than the batch has places takes them all; the rest wait inside the engine.
+        return min(sequences, self.max_num_seqs)
+
+    def _has_room(self, ask: Ask) -> bool:
+        return (
+            self._open
+            and self.reserved_blocks + ask.blocks <= self.num_blocks
+            and self._reserved_sequences + self._places(ask.sequences) <= self.max_num_seqs
+        )
+
+    def _reserve(self, ask: Ask) -> None:
+        for part in ask.parts:
+            assert part.part_id not in self._reservations
+            self._reservations[part.part_id] = _Reservation(ask.ask_id, part)
+            self.reserved_blocks += part.blocks
+        self._sequences[ask.ask_id] = ask.sequences
+        self._reserved_sequences += self._places(ask.sequences)
+        self._forecast = None
+
+    def _enqueue(self, ask: Ask, now: float) -> None:
+        deadline = now + self.max_queue_seconds
+        self._queue[ask.ask_id] = _Waiting(ask, deadline)
+        self._earliest_deadline = min(self._earliest_deadline, deadline)
+        self.queued_blocks += ask.blocks
+
+    def _admit_from_queue(self) -> list[Ask]:
+        admitted: list[Ask] = []
+        while self._queue:
+            ask = next(iter(self._queue.values())).ask
+            if not self._has_room(ask):
+                break
+            del self._queue[ask.ask_id]
+            self.queued_blocks -= ask.blocks
+            self._reserve(ask)
+            admitted.append(ask)
+        return admitted
+
+    def _forecast_at(self, now: float) -> Forecast:
+        """The forecast at the queue's tail, made anew only when something has changed since the last."""
+        if self._forecast is None:
+            self._forecast = forecast = Forecast(
+                self.pace,
+                now=now,
+                free_blocks=self.free_blocks,
+                free_sequences=self.max_num_seqs - self._reserved_sequences,
+            )
+            places_left = {ask_id: self._places(left) for ask_id, left in self._sequences.items()}
+            for reservation in self._reservations.values():
+                part, generated = reservation.part, reservation.generated_tokens
+                places = min(part.sequences, places_left[reservation.ask_id])
+                places_left[reservation.ask_id] -= places
+                forecast.running(
+                    blocks=part.blocks,
+                    sequences=places,
+                    prompt_tokens_left=0 if generated else part.prompt_tokens,
+                    tokens_left=max(part.max_tokens - generated, 1),
+                    since=now,
+                )
+            for waiting in self._queue.values():
+                self._foresee(forecast, waiting.ask)
+        return self._forecast
+
+    def _foresee(self, forecast: Forecast, ask: Ask) -> None:
+        places_left = self._places(ask.sequences)
+        since = forecast.let_in(ask.blocks, places_left)
+        for part in ask.parts:
+            places = min(part.sequences, places_left)
+            places_left -= places
+            forecast.running(
+                blocks=part.blocks,
+                sequences=places,
+                prompt_tokens_left=part.prompt_tokens,
+                tokens_left=part.max_tokens,
+                since=since,
+            )

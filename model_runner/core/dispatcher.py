@@ -1,0 +1,367 @@
+"""The API process's books: every live request, where it stands, and the one way out of each.
+
+Pure: it is told what happened and when, sends messages through a callable, and calls its listeners. The same object
+serves behind sockets and is driven by the state machine of the tests through every crossing of messages.
+
+Two lives are kept apart. A *request* lives until its client has its one ending: finished, aborted, timed out, failed.
+A *reservation* lives in the ledger until the engine says that its blocks are back, or until that engine is dead. An
+abort ends the first at once and leaves the second to the engine's word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from model_runner.core import refusals
+from model_runner.core.admission import AdmissionController, Admitted, Ask, Part, Rejected
+from model_runner.core.kv_spec import KVCacheSpec
+from model_runner.errors import EngineDied, PlimsollError, Reason
+from model_runner.messages import Abort, StepDone, Submit, ToEngine
+from model_runner.types import ChoiceOutput, Ending, EngineObserver, FinishReason, SamplingParams
+
+MAX_DEATHS = 2  # a request that was running at so many engine deaths may be what kills them
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """One HTTP request: `prompts` are token ids, `params.n` choices are wanted of each."""
+
+    request_id: str
+    prompts: list[list[int]]
+    params: SamplingParams
+    streaming: bool
+
+
+class Listener(Protocol):
+    """Who waits for a request's tokens."""
+
+    def output(self, prompt_index: int, output: ChoiceOutput) -> None: ...
+
+    def restarted(self) -> None:
+        """All output so far is void: the request runs again from its beginning."""
+
+    def ended(self, error: PlimsollError | None) -> None:
+        """Once, last."""
+
+
+@dataclass(slots=True)
+class _Choice:
+    generated_tokens: int = 0
+    last_token_at: float | None = None
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    submission: Submission
+    ask: Ask
+    listener: Listener
+    arrived_at: float
+    projected_bytes: int
+    choices: list[_Choice]  # prompt by prompt
+    unfinished: int
+    admitted_at: float | None = None  # the first time
+    first_token_at: float | None = None
+    running: bool = False  # handed to the engine that is alive now
+    delivered: bool = False  # the client has seen some of it: it can't be run again
+    restart_unseen: bool = False
+    deaths: int = 0
+    ended: bool = False
+    prompt_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_tokens = sum(len(prompt) for prompt in self.submission.prompts)
+
+    def choice(self, prompt_index: int, choice: int) -> _Choice:
+        return self.choices[prompt_index * self.submission.params.n + choice]
+
+    def forget_output(self) -> None:
+        self.choices = [_Choice() for _ in self.choices]
+        self.unfinished = len(self.choices)
+
+
+class Dispatcher:
+    """Holds: every request submitted ends exactly once, and `observer.ended` is called exactly once for it."""
+
+    def __init__(
+        self,
+        spec: KVCacheSpec,
+        admission: AdmissionController,
+        observer: EngineObserver,
+        send: Callable[[ToEngine], None],
+    ) -> None:
+        self.spec = spec
+        self.admission = admission
+        self.observer = observer
+        self.epoch = 0
+        self.used_blocks = 0
+        self.running_sequences = 0
+        self.waiting_sequences = 0  # admitted, and not yet scheduled by the engine
+        self._send = send
+        self._serial = 0
+        self._live: dict[str, LiveRequest] = {}  # by ask_id, in order of arrival
+        self._parts: dict[str, tuple[LiveRequest, int]] = {}  # of running requests: (request, prompt index)
+
+    @property
+    def live_requests(self) -> list[LiveRequest]:
+        return list(self._live.values())
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._live) - self.admission.queue_length
+
+    # ---- from the client
+
+    def submit(self, submission: Submission, listener: Listener, now: float) -> LiveRequest:
+        """Decide at once. Raises KVCacheBudgetExceeded, QueueFull or WaitTooLong; then nothing is remembered."""
+        ask = self._price(submission)
+        projected_bytes = ask.blocks * self.spec.block_bytes
+        decision = self.admission.decide(ask, now)
+        if isinstance(decision, Rejected):
+            error = self._refusal(decision, ask, submission)
+            self.observer.decided("rejected", error.reason, projected_bytes)
+            raise error
+        choices = [_Choice() for _ in range(ask.sequences)]
+        request = LiveRequest(submission, ask, listener, now, projected_bytes, choices, len(choices))
+        self._live[ask.ask_id] = request
+        if isinstance(decision, Admitted):
+            self.observer.decided("admitted", "", projected_bytes)
+            self._launch([ask], now)
+        else:
+            self.observer.decided("queued", "", projected_bytes)
+        return request
+
+    def stop(
+        self, request: LiveRequest, prompt_index: int, choice_index: int, tokens: int, now: float
+    ) -> None:
+        """A stop string has matched in what the client got: this choice is finished, `tokens` long."""
+        choice = request.choice(prompt_index, choice_index)
+        if request.ended or request.restart_unseen:
+            return
+        if choice.finish_reason is None:
+            self._send(Abort(request.ask.parts[prompt_index].part_id, choice_index))
+            request.unfinished -= 1
+        choice.finish_reason = FinishReason.STOP
+        choice.generated_tokens = tokens
+        self._end_if_finished(request, now)
+
+    def abort(self, request: LiveRequest, cause: str, now: float, error: PlimsollError | None = None) -> None:
+        """End it for the client now; its bytes come back on the engine's word. Does nothing when it has ended."""
+        if request.ended:
+            return
+        let_in: list[Ask] = []
+        if request.running:
+            for part in request.ask.parts:
+                self._send(Abort(part.part_id))
+        else:
+            let_in = self.admission.cancel(request.ask.ask_id)
+        self._end(request, FinishReason.ABORT, now, error=error, abort_cause=cause)
+        self._launch(let_in, now)
+
+    def delivering(self, request: LiveRequest, now: float) -> None:
+        """The client is about to see output. If that output is of an engine that has died since, the request can
+        neither go on nor be run again."""
+        request.delivered = True
+        if request.restart_unseen and not request.ended:
+            let_in: list[Ask] = []
+            if request.running:
+                for part in request.ask.parts:
+                    self._send(Abort(part.part_id))
+            else:
+                let_in = self.admission.cancel(request.ask.ask_id)
+            self._end(request, FinishReason.ERROR, now, error=_engine_died(request))
+            self._launch(let_in, now)
+
+    def restart_seen(self, request: LiveRequest) -> None:
+        """The listener has dropped what it had: from here on it speaks of the new run."""
+        request.restart_unseen = False
+
+    # ---- from the engine
+
+    def step_done(self, step: StepDone, now: float) -> None:
+        """Raises KeyError when the engine releases what was never reserved with it: its books are wrong."""
+        if step.epoch != self.epoch:
+            return
+        if step.stats is not None:
+            self.admission.pace.observe(step.stats)
+            self.used_blocks = step.stats.used_blocks
+            self.running_sequences = step.stats.running_sequences
+            self.waiting_sequences = step.stats.waiting_sequences
+            self.observer.stepped(step.stats)
+        else:  # an answer to aborts from an engine that has nothing left to run
+            self.used_blocks = self.running_sequences = self.waiting_sequences = 0
+        prompt_tokens = generated_tokens = 0
+        for output in step.outputs:
+            prompt, generated = self._output(output, now)
+            prompt_tokens += prompt
+            generated_tokens += generated
+        if prompt_tokens or generated_tokens:
+            self.observer.tokens(prompt=prompt_tokens, generated=generated_tokens)
+        # The late go before anyone is let in: a request past its deadline must not be prefilled.
+        self.expire(now)
+        self._launch(self.admission.release(step.released), now)
+
+    def engine_ready(self, epoch: int, now: float) -> None:
+        self.epoch = epoch
+        self._launch(self.admission.open(), now)
+
+    def engine_died(self, now: float) -> None:
+        """What the client has seen part of, and what was running at a death before, fails; the rest of what was
+        running goes back to the head of the queue, to be run once more. What was queued is kept."""
+        self.epoch = -1  # nobody's: words still in flight are ignored
+        self.used_blocks = self.running_sequences = self.waiting_sequences = 0
+        self.admission.close()
+        self._parts.clear()
+        again: list[Ask] = []
+        for request in self.live_requests:
+            if not request.running:
+                continue
+            request.running = False
+            request.deaths += 1
+            if request.delivered or request.deaths >= MAX_DEATHS:
+                self._end(request, FinishReason.ERROR, now, error=_engine_died(request))
+                continue
+            request.forget_output()
+            request.restart_unseen = True
+            again.append(request.ask)
+            request.listener.restarted()
+        self.admission.requeue(again, now)
+
+    # ---- from the clock
+
+    def expire(self, now: float) -> None:
+        late, let_in = self.admission.expire(now)
+        for ask in late:
+            request = self._live[ask.ask_id]
+            error = refusals.waited_too_long(now - request.arrived_at, self.admission.predict_wait(ask, now))
+            self._end(request, FinishReason.TIMEOUT, now, error=error)
+        self._launch(let_in, now)
+
+    # ---- within
+
+    def _price(self, submission: Submission) -> Ask:
+        self._serial += 1
+        params = submission.params
+        parts = tuple(
+            Part(
+                part_id=f"{self._serial}-{index}",
+                blocks=self.spec.request_blocks(len(prompt), params.max_tokens, params.n),
+                sequences=params.n,
+                prompt_tokens=len(prompt),
+                max_tokens=params.max_tokens,
+            )
+            for index, prompt in enumerate(submission.prompts)
+        )
+        return Ask(str(self._serial), parts)
+
+    def _refusal(self, rejected: Rejected, ask: Ask, submission: Submission) -> PlimsollError:
+        if rejected.reason is Reason.KV_CACHE_BUDGET_EXCEEDED:
+            return refusals.never_fits(
+                self.spec,
+                [part.prompt_tokens for part in ask.parts],
+                submission.params.max_tokens,
+                submission.params.n,
+                budget_blocks=self.admission.num_blocks,
+            )
+        return refusals.come_back(rejected, ask, self.admission, self.spec.block_bytes)
+
+    def _launch(self, asks: Iterable[Ask], now: float) -> None:
+        for ask in asks:
+            request = self._live[ask.ask_id]
+            request.running = True
+            if request.admitted_at is None:
+                request.admitted_at = now
+                self.observer.dequeued(now - request.arrived_at)
+            for index, part in enumerate(ask.parts):
+                self._parts[part.part_id] = (request, index)
+                self._send(
+                    Submit(
+                        request_id=part.part_id,
+                        prompt_token_ids=request.submission.prompts[index],
+                        params=request.submission.params,
+                        reserved_blocks=part.blocks,
+                    )
+                )
+
+    def _output(self, output: ChoiceOutput, now: float) -> tuple[int, int]:
+        """Pass it on. Returns (prompt tokens if this is the request's first token, tokens generated)."""
+        found = self._parts.get(output.request_id)
+        if found is None:
+            return 0, 0  # the client has left, and the abort was still on its way
+        request, prompt_index = found
+        choice = request.choice(prompt_index, output.choice)
+        if choice.finish_reason is not None:
+            return 0, 0  # a stop string has ended it, and the abort was still on its way
+        prompt_tokens, generated_tokens = 0, len(output.token_ids)
+        if generated_tokens:
+            if request.first_token_at is None:
+                request.first_token_at = now
+                prompt_tokens = request.prompt_tokens
+                self.observer.first_token(now - request.arrived_at)
+            if choice.last_token_at is not None:
+                self.observer.inter_token((now - choice.last_token_at) / generated_tokens)
+            choice.last_token_at = now
+            choice.generated_tokens += generated_tokens
+            self.admission.progress(output.request_id, choice.generated_tokens)
+        if output.finish_reason is not None:
+            choice.finish_reason = output.finish_reason
+            request.unfinished -= 1
+        request.listener.output(prompt_index, output)
+        self._end_if_finished(request, now)
+        return prompt_tokens, generated_tokens
+
+    def _end_if_finished(self, request: LiveRequest, now: float) -> None:
+        if request.unfinished:
+            return
+        reasons = {choice.finish_reason for choice in request.choices}
+        cut = FinishReason.LENGTH in reasons
+        self._end(request, FinishReason.LENGTH if cut else FinishReason.STOP, now)
+
+    def _end(
+        self,
+        request: LiveRequest,
+        reason: FinishReason,
+        now: float,
+        *,
+        error: PlimsollError | None = None,
+        abort_cause: str | None = None,
+    ) -> None:
+        """The only way out."""
+        assert not request.ended
+        request.ended = True
+        request.running = False
+        del self._live[request.ask.ask_id]
+        for part in request.ask.parts:
+            self._parts.pop(part.part_id, None)
+        admitted_at = request.admitted_at
+        self.observer.ended(
+            Ending(
+                request_id=request.submission.request_id,
+                reason=reason.value,
+                code=None if error is None else error.reason.value,
+                abort_cause=abort_cause,
+                prompt_tokens=request.prompt_tokens,
+                generated_tokens=sum(choice.generated_tokens for choice in request.choices),
+                choices=len(request.choices),
+                reserved_bytes=0 if admitted_at is None else request.projected_bytes,
+                queue_seconds=(now if admitted_at is None else admitted_at) - request.arrived_at,
+                run_seconds=0.0 if admitted_at is None else now - admitted_at,
+                e2e_seconds=now - request.arrived_at,
+            )
+        )
+        request.listener.ended(error)
+
+
+def _engine_died(request: LiveRequest) -> EngineDied:
+    why = (
+        "after a part of its output had been sent"
+        if request.delivered
+        else "for the second time, so it is not tried again"
+    )
+    return EngineDied(f"The engine died while it ran this request, {why}.")

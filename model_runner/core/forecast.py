@@ -1,0 +1,64 @@
+"""When there will be room: what runs, and then the queue, played forward at the measured pace.
+
+A forecast is a moment: the one at which the last request in the queue has been let in. From there one more request
+costs a walk over the releases still to come, so a crowd that arrives at once is forecast in one pass, not one
+replay of the whole queue each.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+
+from model_runner.core.pace import Pace
+
+_FOREVER = float("inf")
+
+
+class Forecast:
+    """Times are seconds on the caller's clock; `blocks` and `sequences` are what is free at `now`."""
+
+    def __init__(self, pace: Pace, *, now: float, free_blocks: int, free_sequences: int) -> None:
+        self._pace = pace
+        self._moment = now
+        self._free_blocks = free_blocks
+        self._free_sequences = free_sequences
+        self._prefill_free_at = now  # prompts are worked off one after the other
+        self._releases: list[tuple[float, int, int]] = []  # (when, blocks, sequences), soonest first
+
+    def running(
+        self, *, blocks: int, sequences: int, prompt_tokens_left: int, tokens_left: int, since: float
+    ) -> None:
+        """Something that holds its blocks from `since` on, until it has worked off what is left."""
+        if prompt_tokens_left:
+            prefilled_at = max(since, self._prefill_free_at) + self._pace.prefill_seconds(prompt_tokens_left)
+            self._prefill_free_at = prefilled_at
+        else:
+            prefilled_at = since
+        insort(self._releases, (prefilled_at + self._pace.decode_seconds(tokens_left), blocks, sequences))
+
+    def room_at(self, blocks: int, sequences: int) -> float:
+        """When so much will be free, after everything forecast so far has been let in. Changes nothing."""
+        when, _, _, _ = self._walk(blocks, sequences)
+        return when
+
+    def let_in(self, blocks: int, sequences: int) -> float:
+        """Take so much as soon as it is free, and move to that moment. The caller then says `running` for it."""
+        when, passed, free_blocks, free_sequences = self._walk(blocks, sequences)
+        del self._releases[:passed]
+        self._free_blocks = free_blocks - blocks
+        self._free_sequences = free_sequences - sequences
+        self._moment = when
+        return when
+
+    def _walk(self, blocks: int, sequences: int) -> tuple[float, int, int, int]:
+        """(when there is room, releases passed until then, blocks and sequences free at that moment)."""
+        free_blocks, free_sequences, when = self._free_blocks, self._free_sequences, self._moment
+        if free_blocks >= blocks and free_sequences >= sequences:
+            return when, 0, free_blocks, free_sequences
+        for passed, (at, more_blocks, more_sequences) in enumerate(self._releases, start=1):
+            free_blocks += more_blocks
+            free_sequences += more_sequences
+            when = max(when, at)
+            if free_blocks >= blocks and free_sequences >= sequences:
+                return when, passed, free_blocks, free_sequences
+        return _FOREVER, len(self._releases), free_blocks, free_sequences

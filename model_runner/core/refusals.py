@@ -1,0 +1,100 @@
+"""What the door says to those it turns away: the reason, the numbers, and when to come back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from model_runner.core.admission import AdmissionController, Ask, Rejected
+from model_runner.core.kv_spec import KVCacheSpec
+from model_runner.errors import (
+    KVCacheBudgetExceeded,
+    LoadError,
+    PlimsollError,
+    QueueFull,
+    QueueTimeout,
+    Reason,
+    WaitTooLong,
+)
+
+_MEBIBYTE = 1024 * 1024
+
+
+def size(num_bytes: int) -> str:
+    """As people read it: "12.5 MiB"."""
+    if num_bytes >= 1024 * _MEBIBYTE:
+        return f"{num_bytes / (1024 * _MEBIBYTE):.2f} GiB"
+    if num_bytes >= _MEBIBYTE:
+        return f"{num_bytes / _MEBIBYTE:.1f} MiB"
+    return f"{num_bytes / 1024:.1f} KiB"
+
+
+def price_blocks(spec: KVCacheSpec, prompt_tokens: Sequence[int], max_tokens: int, n: int) -> int:
+    """Blocks of a whole request: one prompt length for each of its prompts, n choices for each."""
+    return sum(spec.request_blocks(tokens, max_tokens, n) for tokens in prompt_tokens)
+
+
+def largest_max_tokens(
+    spec: KVCacheSpec, prompt_tokens: Sequence[int], n: int, *, budget_blocks: int, limit: int
+) -> int:
+    """The largest max_tokens (at most `limit`) at which the request could ever be admitted; 0 if there is none."""
+    if len(prompt_tokens) == 1:
+        return spec.largest_max_tokens(prompt_tokens[0], n, budget_blocks, limit)
+    fits, too_many = 0, limit + 1
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        if price_blocks(spec, prompt_tokens, middle, n) <= budget_blocks:
+            fits = middle
+        else:
+            too_many = middle
+    return fits
+
+
+def never_fits(
+    spec: KVCacheSpec, prompt_tokens: Sequence[int], max_tokens: int, n: int, *, budget_blocks: int
+) -> KVCacheBudgetExceeded:
+    required = price_blocks(spec, prompt_tokens, max_tokens, n) * spec.block_bytes
+    budget = budget_blocks * spec.block_bytes
+    largest = largest_max_tokens(spec, prompt_tokens, n, budget_blocks=budget_blocks, limit=max_tokens)
+    advice = (
+        f"The largest max_tokens that would fit is {largest}."
+        if largest
+        else "Not even one token would fit: shorten the prompt, or ask for fewer prompts or choices."
+    )
+    return KVCacheBudgetExceeded(
+        f"This request needs {size(required)} of KV cache ({required} bytes) and the server's whole budget is "
+        f"{size(budget)} ({budget} bytes). {advice}",
+        required_bytes=required,
+        budget_bytes=budget,
+        largest_max_tokens=largest,
+    )
+
+
+def come_back(
+    rejected: Rejected, ask: Ask, admission: AdmissionController, block_bytes: int
+) -> PlimsollError:
+    """The error for a request that could run, but not now."""
+    wait = rejected.predicted_wait_seconds
+    needs = (
+        f"This request needs {size(ask.blocks * block_bytes)} of KV cache; "
+        f"{size(admission.free_blocks * block_bytes)} of {size(admission.num_blocks * block_bytes)} is free"
+    )
+    if rejected.reason is Reason.QUEUE_FULL:
+        return QueueFull(
+            f"{needs} and the queue is full ({admission.queue_length} requests). "
+            f"There should be room for it in {wait:.1f} seconds.",
+            retry_after_seconds=wait,
+        )
+    assert rejected.reason is Reason.WAIT_TOO_LONG
+    return WaitTooLong(
+        f"{needs} and {admission.queue_length} requests are ahead of it. The predicted wait of {wait:.1f} "
+        f"seconds is over the limit of {admission.max_queue_seconds:g} seconds.",
+        retry_after_seconds=wait,
+    )
+
+
+def waited_too_long(waited_seconds: float, retry_after_seconds: float) -> LoadError:
+    return QueueTimeout(
+        f"The request waited {waited_seconds:.1f} seconds in the queue and its turn did not come. "
+        f"There should be room for it in {retry_after_seconds:.1f} seconds.",
+        retry_after_seconds=retry_after_seconds,
+    )

@@ -1,0 +1,295 @@
+"""Keeps one engine process alive: starts it, watches it, notices its death, waits a little, starts the next."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from model_runner.config import EngineConfig
+from model_runner.errors import StartupError
+from model_runner.messages import (
+    FromEngine,
+    Ready,
+    Shutdown,
+    StartFailed,
+    ToEngine,
+    decode_from_engine,
+    encode,
+)
+
+logger = logging.getLogger(__name__)
+
+_GRACE_SECONDS = 5.0  # for an engine that was asked to leave
+_HEALTHY_SECONDS = 60.0  # an engine that lived so long since it was ready clears the record
+
+
+class EngineMisbehaved(Exception):
+    """The engine said what it must not: it is ended and another is started."""
+
+
+@dataclass(slots=True)
+class BackOff:
+    """How long to wait before the next start: doubles with every death, forgets after a healthy life."""
+
+    first_seconds: float
+    most_seconds: float
+    _next: float = 0.0
+
+    def after_death(self, healthy_seconds: float) -> float:
+        if self._next == 0.0 or healthy_seconds >= _HEALTHY_SECONDS:
+            self._next = self.first_seconds
+        delay = self._next
+        self._next = min(delay * 2, self.most_seconds)
+        return delay
+
+
+class EngineProcess:
+    """One engine process and the socket to it, from birth to death."""
+
+    def __init__(self, process: asyncio.subprocess.Process, socket: zmq.asyncio.Socket, path: str) -> None:
+        self._process = process
+        self._socket = socket
+        self._path = path
+
+    @classmethod
+    async def spawn(
+        cls,
+        command: Sequence[str],
+        config: EngineConfig,
+        *,
+        epoch: int,
+        context: zmq.asyncio.Context,
+        directory: str,
+    ) -> EngineProcess:
+        """Raises OSError when the command can't be run."""
+        path = os.path.join(directory, str(epoch))
+        socket = context.socket(zmq.PAIR)
+        socket.setsockopt(zmq.LINGER, 0)
+        try:
+            socket.bind(f"ipc://{path}")
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                "--address",
+                f"ipc://{path}",
+                "--epoch",
+                str(epoch),
+                stdin=asyncio.subprocess.PIPE,
+                start_new_session=True,  # a Ctrl-C in the terminal is for the parent, which decides
+            )
+        except BaseException:
+            socket.close()
+            raise
+        assert process.stdin is not None
+        process.stdin.write(
+            msgspec.json.encode(config) + b"\n"
+        )  # and it stays open: its end tells of our death
+        return cls(process, socket, path)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, message: ToEngine) -> None:
+        """Returns at once; the socket keeps what the engine has not taken yet, in order."""
+        self._socket.send(encode(message))
+
+    async def receive(self) -> FromEngine:
+        """Raises msgspec.DecodeError."""
+        return decode_from_engine(await self._socket.recv())
+
+    async def has_mail(self, timeout_seconds: float = 0.0) -> bool:
+        return bool(await self._socket.poll(int(timeout_seconds * 1000)))
+
+    async def exited(self) -> int:
+        return await self._process.wait()
+
+    def kill(self) -> None:
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    async def close(self) -> None:
+        """Kills what still lives, and returns when it is gone."""
+        self.kill()
+        await self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        with contextlib.suppress(ConnectionError):
+            await self._process.stdin.wait_closed()
+        self._socket.close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)
+
+
+class Owner(Protocol):
+    """Whose engine it is."""
+
+    def received(self, message: FromEngine) -> None:
+        """Raises EngineMisbehaved to have the engine ended."""
+
+    def engine_died(self) -> None: ...
+
+    @property
+    def engine_has_work(self) -> bool: ...
+
+
+class Supervisor:
+    """`run` lives as long as the server. An engine is `up` from its Ready to its death."""
+
+    def __init__(
+        self,
+        owner: Owner,
+        config: EngineConfig,
+        command: Sequence[str],
+        *,
+        step_timeout_seconds: float,
+        back_off: BackOff,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.epoch = 0
+        self.restarts = 0
+        self.up = False
+        self.pid: int | None = None
+        self._owner = owner
+        self._command = command
+        self._step_timeout = step_timeout_seconds
+        self._back_off = back_off
+        self._clock = clock
+        self._process: EngineProcess | None = None
+        self._closing = False
+        self._heard_at = clock()  # the last word, or the last moment without work
+        self._ready_at: float | None = None
+        self._starts_at = clock()  # when this life's start began, or the next one's will
+        self._startup_seconds: float | None = None
+
+    @property
+    def silent_seconds(self) -> float:
+        """For how long the engine has had work and said nothing."""
+        if not (self.up and self._owner.engine_has_work):
+            return 0.0
+        return self._clock() - self._heard_at
+
+    def seconds_until_up(self, fallback: float) -> float:
+        """From the back-off that is left and the last start that succeeded."""
+        startup = fallback if self._startup_seconds is None else self._startup_seconds
+        return max(self._starts_at + startup - self._clock(), 0.5)
+
+    def send(self, message: ToEngine) -> None:
+        """What is sent to no one is lost: the owner sends only to an engine that is up."""
+        if self._process is not None:
+            if not self._owner.engine_has_work:
+                self._heard_at = self._clock()
+            self._process.send(message)
+
+    async def run(self) -> None:
+        """Raises StartupError when the first engine doesn't become ready. Returns after `close`."""
+        context = zmq.asyncio.Context()
+        directory = tempfile.mkdtemp(prefix="plimsoll-")
+        try:
+            while not self._closing:
+                cause = await self._live(context, directory)
+                self._process = self.pid = None
+                healthy_seconds = 0.0 if self._ready_at is None else self._clock() - self._ready_at
+                self.up, self._ready_at = False, None
+                if self._closing:
+                    return
+                if self._startup_seconds is None:
+                    raise StartupError(cause)
+                delay = self._back_off.after_death(healthy_seconds)
+                logger.error("engine process ended: %s; starting another in %.1f s", cause, delay)
+                self.restarts += 1
+                self._starts_at = self._clock() + delay
+                self._owner.engine_died()
+                await asyncio.sleep(delay)
+        finally:
+            self._process = None
+            self.up = False
+            context.term()
+            shutil.rmtree(directory, ignore_errors=True)
+
+    async def close(self, running: asyncio.Task[None]) -> None:
+        """Ask the engine to leave, then make it; `running` is the task of `run`."""
+        self._closing = True
+        if self._process is not None and self.up:
+            self._process.send(Shutdown())
+            await asyncio.wait({running}, timeout=_GRACE_SECONDS)
+        if not running.done():
+            running.cancel()
+        with contextlib.suppress(asyncio.CancelledError, StartupError):
+            await running
+
+    async def _live(self, context: zmq.asyncio.Context, directory: str) -> str:
+        """One engine's life. Returns what ended it."""
+        self.epoch += 1
+        self._starts_at = self._clock()
+        try:
+            process = await EngineProcess.spawn(
+                self._command, self.config, epoch=self.epoch, context=context, directory=directory
+            )
+        except OSError as error:
+            return f"it could not be started: {error}"
+        self._process, self.pid = process, process.pid
+        watchers = [
+            asyncio.create_task(self._listen(process)),
+            asyncio.create_task(self._await_exit(process)),
+            asyncio.create_task(self._watch_steps(process)),
+        ]
+        try:
+            done, _ = await asyncio.wait(watchers, return_when=asyncio.FIRST_COMPLETED)
+            return next(task for task in watchers if task in done).result()
+        finally:
+            for watcher in watchers:
+                watcher.cancel()
+            await asyncio.gather(*watchers, return_exceptions=True)
+            await process.close()
+
+    async def _listen(self, process: EngineProcess) -> str:
+        while True:
+            try:
+                message = await process.receive()
+                self._heard(message)
+                self._owner.received(message)
+            except (msgspec.DecodeError, EngineMisbehaved) as error:
+                return f"it said what it must not: {error}"
+            if isinstance(message, StartFailed):
+                return message.message
+
+    def _heard(self, message: FromEngine) -> None:
+        self._heard_at = self._clock()
+        if isinstance(message, Ready) and message.epoch == self.epoch:
+            self.up = True
+            self._ready_at = self._clock()
+            self._startup_seconds = self._ready_at - self._starts_at
+
+    async def _await_exit(self, process: EngineProcess) -> str:
+        code = await process.exited()
+        # Its last words are still read: what it had finished is finished, and why it failed is worth knowing.
+        while await process.has_mail(timeout_seconds=0.02):
+            await asyncio.sleep(0.001)
+        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        when = "while it ran" if self.up else "before it was ready; its own words are above"
+        return f"it ended {how} {when}"
+
+    async def _watch_steps(self, process: EngineProcess) -> str:
+        interval = min(1.0, self._step_timeout / 10)
+        while True:
+            await asyncio.sleep(interval)
+            if not self._owner.engine_has_work:
+                self._heard_at = self._clock()
+            # When this process itself was held up, the engine's words may be here, unread.
+            elif self.silent_seconds > self._step_timeout and not await process.has_mail():
+                return f"a step took longer than {self._step_timeout:g} s"
