@@ -1,4 +1,4 @@
-"""The engine as the HTTP side sees it: submit, iterate, abort. Sockets and the clock around the pure dispatcher."""
+"""The engine as the HTTP side sees it: submit, iterate, abort. Clock and sockets around the dispatcher."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The engine process: builds an engine as it is told on stdin, then steps it until it is told to leave.
 
-It exits with 0 when asked to or when its parent has died, with 1 when it can't start as it was asked to (the reason
-has been sent), and with 70 when a step has failed: after that nothing on the device can be trusted.
+It exits with 0 when asked to or when its parent has died, with 1 when it can't start as it was asked to (the
+reason has been sent), and with 70 when a step has failed: after that nothing on the device can be trusted.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def _run(build: BuildEngine, config: EngineConfig, mailbox: _Mailbox) -> int:
     )
     try:
         serve(built.core, mailbox)
-    except Exception:  # noqa: BLE001 - whatever it was, the device and its cache are not to be trusted any more
-        traceback.print_exc()
+    except Exception:  # noqa: BLE001 - whatever it was, the device and its cache are not to be trusted any
+    more traceback.print_exc()
         return EXIT_STEP_FAILED
     return 0
 

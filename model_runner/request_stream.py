@@ -43,8 +43,8 @@ def jittered(error: PlimsollError) -> PlimsollError:
 class RequestStream:
     """Ends after every choice of every prompt has ended. One reader.
 
-    Iterating raises QueueTimeout, EngineDied, or Draining when the server shuts down under it. Cancelling the task
-    that waits on it aborts the request, for a cancelled reader is a client that has left.
+    Iterating raises QueueTimeout, EngineDied, or Draining when the server shuts down under it. Cancelling
+    the task that waits on it aborts the request, for a cancelled reader is a client that has left.
     """
 
     def __init__(self, dispatcher: Dispatcher, clock: Callable[[], float]) -> None:

@@ -1,4 +1,4 @@
-"""Keeps one engine process alive: starts it, watches it, notices its death, waits a little, starts the next."""
+"""Keeps one engine process alive: starts it, watches it, notices its death, starts the next."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _GRACE_SECONDS = 5.0  # for an engine that was asked to leave
 _HEALTHY_SECONDS = 60.0  # an engine that lived so long since it was ready clears the record
 
 
-class EngineMisbehaved(Exception):
+class EngineMisbehaved(Exception):  # noqa: N818 - what happened, as in model_runner.errors
     """The engine said what it must not: it is ended and another is started."""
 
 

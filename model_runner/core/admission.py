@@ -1,16 +1,16 @@
 """The door: who may come in now, who waits, and who is turned away. Nothing here runs a model.
 
-Two things are reserved for every request before it runs, whole or not at all: KV blocks for its whole lifetime, and
-places in the batch. `decide` answers one of three, and the caller must
+Two things are reserved for every request before it runs, whole or not at all: KV blocks for its whole
+lifetime, and places in the batch. `decide` answers one of three, and the caller must
 
     Admitted   hand the request's parts to the engine: its reservation stands from this moment;
     Queued     wait: some later `release`, `cancel`, `expire` or `open` will name it among those let in,
                or `expire` will name it among those too late;
     Rejected   say so to the client; nothing was reserved, nothing is remembered.
 
-First come, first served: nothing overtakes the head of the queue, and since the head is never larger than the whole
-budget it always gets its turn. A reservation ends with `release`, on the engine's word that the blocks are back, or
-with `close`, when that engine is dead and its memory gone.
+First come, first served: nothing overtakes the head of the queue, and since the head is never larger than
+the whole budget it always gets its turn. A reservation ends with `release`, on the engine's word that the
+blocks are back, or with `close`, when that engine is dead and its memory gone.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class _Reservation:
 
 
 class AdmissionController:
-    """The ledger of reservations and the queue before it. Holds `0 <= reserved_blocks <= num_blocks` always."""
+    """The ledger of reservations and the queue before it. Holds `0 <= reserved_blocks <= num_blocks`."""
 
     def __init__(
         self,
@@ -222,7 +222,8 @@ class AdmissionController:
             self._forecast = None
 
     def _places(self, sequences: int) -> int:
-        # A request of more sequences than the batch has places takes them all; the rest wait inside the engine.
+        # A request of more sequences than the batch has places takes them all; the rest wait inside the
+        # engine.
         return min(sequences, self.max_num_seqs)
 
     def _has_room(self, ask: Ask) -> bool:

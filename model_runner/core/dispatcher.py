@@ -1,11 +1,11 @@
 """The API process's books: every live request, where it stands, and the one way out of each.
 
-Pure: it is told what happened and when, sends messages through a callable, and calls its listeners. The same object
-serves behind sockets and is driven by the state machine of the tests through every crossing of messages.
+Pure: it is told what happened and when, sends messages through a callable, and calls its listeners. The same
+object serves behind sockets and is driven by the state machine of the tests through every crossing of messages.
 
-Two lives are kept apart. A *request* lives until its client has its one ending: finished, aborted, timed out, failed.
-A *reservation* lives in the ledger until the engine says that its blocks are back, or until that engine is dead. An
-abort ends the first at once and leaves the second to the engine's word.
+Two lives are kept apart. A *request* lives until its client has its one ending: finished, aborted, timed
+out, failed. A *reservation* lives in the ledger until the engine says that its blocks are back, or until
+that engine is dead. An abort ends the first at once and leaves the second to the engine's word.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class LiveRequest:
 
 
 class Dispatcher:
-    """Holds: every request submitted ends exactly once, and `observer.ended` is called exactly once for it."""
+    """Every request submitted ends exactly once, and `observer.ended` is called exactly once for it."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Dispatcher:
     # ---- from the client
 
     def submit(self, submission: Submission, listener: Listener, now: float) -> LiveRequest:
-        """Decide at once. Raises KVCacheBudgetExceeded, QueueFull or WaitTooLong; then nothing is remembered."""
+        """Decide at once. Raises KVCacheBudgetExceeded, QueueFull or WaitTooLong, and remembers nothing."""
         ask = self._price(submission)
         projected_bytes = ask.blocks * self.spec.block_bytes
         decision = self.admission.decide(ask, now)
@@ -152,7 +152,7 @@ class Dispatcher:
         self._end_if_finished(request, now)
 
     def abort(self, request: LiveRequest, cause: str, now: float, error: PlimsollError | None = None) -> None:
-        """End it for the client now; its bytes come back on the engine's word. Does nothing when it has ended."""
+        """End it for the client now; its bytes come back on the engine's word. Idempotent."""
         if request.ended:
             return
         let_in: list[Ask] = []
@@ -165,8 +165,8 @@ class Dispatcher:
         self._launch(let_in, now)
 
     def delivering(self, request: LiveRequest, now: float) -> None:
-        """The client is about to see output. If that output is of an engine that has died since, the request can
-        neither go on nor be run again."""
+        """The client is about to see output. If that output is of an engine that has died since, the request
+        can neither go on nor be run again."""
         request.delivered = True
         if request.restart_unseen and not request.ended:
             let_in: list[Ask] = []
@@ -212,8 +212,8 @@ class Dispatcher:
         self._launch(self.admission.open(), now)
 
     def engine_died(self, now: float) -> None:
-        """What the client has seen part of, and what was running at a death before, fails; the rest of what was
-        running goes back to the head of the queue, to be run once more. What was queued is kept."""
+        """What the client has seen part of, and what was running at a death before, fails; the rest of what
+        was running goes back to the head of the queue, to be run once more. What was queued is kept."""
         self.epoch = -1  # nobody's: words still in flight are ignored
         self.used_blocks = self.running_sequences = self.waiting_sequences = 0
         self.admission.close()

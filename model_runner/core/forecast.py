@@ -1,8 +1,8 @@
 """When there will be room: what runs, and then the queue, played forward at the measured pace.
 
-A forecast is a moment: the one at which the last request in the queue has been let in. From there one more request
-costs a walk over the releases still to come, so a crowd that arrives at once is forecast in one pass, not one
-replay of the whole queue each.
+A forecast is a moment: the one at which the last request in the queue has been let in. From there one more
+request costs a walk over the releases still to come, so a crowd that arrives at once is forecast in one
+pass, not one replay of the whole queue each.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Forecast:
         return when
 
     def let_in(self, blocks: int, sequences: int) -> float:
-        """Take so much as soon as it is free, and move to that moment. The caller then says `running` for it."""
+        """Take so much as soon as it is free, and move to that moment. Then say `running` for it."""
         when, passed, free_blocks, free_sequences = self._walk(blocks, sequences)
         del self._releases[:passed]
         self._free_blocks = free_blocks - blocks

@@ -28,7 +28,8 @@ class Pace:
             return
         seconds = stats.step_seconds
         if stats.decode_tokens:
-            # Never less than half: on some machines prefill rides along almost free, and free can't be a rate.
+            # Never less than half: on some machines prefill rides along almost free, and free can't be a
+            # rate.
             seconds = max(seconds - self.decode_step_seconds, seconds / 2)
         weight = stats.prefill_tokens / (stats.prefill_tokens + _PREFILL_TOKENS_OF_MEMORY)
         # Means of seconds per token, not of tokens per second: a slow step must not be drowned by a fast one.

@@ -36,7 +36,7 @@ def price_blocks(spec: KVCacheSpec, prompt_tokens: Sequence[int], max_tokens: in
 def largest_max_tokens(
     spec: KVCacheSpec, prompt_tokens: Sequence[int], n: int, *, budget_blocks: int, limit: int
 ) -> int:
-    """The largest max_tokens (at most `limit`) at which the request could ever be admitted; 0 if there is none."""
+    """The largest max_tokens, at most `limit`, at which the request could be admitted; 0 if none."""
     if len(prompt_tokens) == 1:
         return spec.largest_max_tokens(prompt_tokens[0], n, budget_blocks, limit)
     fits, too_many = 0, limit + 1
@@ -61,8 +61,8 @@ def never_fits(
         else "Not even one token would fit: shorten the prompt, or ask for fewer prompts or choices."
     )
     return KVCacheBudgetExceeded(
-        f"This request needs {size(required)} of KV cache ({required} bytes) and the server's whole budget is "
-        f"{size(budget)} ({budget} bytes). {advice}",
+        f"This request needs {size(required)} of KV cache ({required} bytes) and the server's whole "
+        f"budget is {size(budget)} ({budget} bytes). {advice}",
         required_bytes=required,
         budget_bytes=budget,
         largest_max_tokens=largest,
