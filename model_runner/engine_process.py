@@ -121,8 +121,8 @@ def _run(build: BuildEngine, config: EngineConfig, mailbox: _Mailbox) -> int:
     )
     try:
         serve(built.core, mailbox)
-    except Exception:  # noqa: BLE001 - whatever it was, the device and its cache are not to be trusted any
-    more traceback.print_exc()
+    except Exception:  # noqa: BLE001 - whatever it was, the device's memory can't be trusted any more
+        traceback.print_exc()
         return EXIT_STEP_FAILED
     return 0
 

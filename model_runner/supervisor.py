@@ -278,7 +278,7 @@ class Supervisor:
     async def _await_exit(self, process: EngineProcess) -> str:
         code = await process.exited()
         # Its last words are still read: what it had finished is finished, and why it failed is worth knowing.
-        while await process.has_mail(timeout_seconds=0.02):
+        while await process.has_mail(timeout_seconds=0.02):  # noqa: ASYNC110 - another task takes them
             await asyncio.sleep(0.001)
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         when = "while it ran" if self.up else "before it was ready; its own words are above"
