@@ -84,7 +84,7 @@ class EngineCore:
         self.scheduler.abort(request_id, choice)
 
     def step(self) -> StepResult | None:
-        """Run one batch. None when there is nothing to run (an abort may have released something: drain())."""
+        """Run one batch. None when there is nothing to run; drain() then tells what aborts released."""
         if not self.has_work:
             return None
         scheduled = self.scheduler.schedule()

@@ -112,7 +112,8 @@ class KVCacheSpec:
 
         A choice's lifetime is `prompt_tokens + max_tokens - 1` tokens (the last one drawn is never written),
         E blocks of each group; the F full blocks of the prompt are shared by the choices, and the other E - F
-        are each one's own.
+        are each one's own. (With max_tokens 1 the prompt's partial block is in fact not copied: for n > 1 the
+        price is then an upper bound.)
 
         - A full group keeps all: F + n·(E - F).
         - In a sliding group no choice ever needs more than `cap` blocks: o of its own and, while the window
@@ -227,8 +228,14 @@ def _kv_shape(config: Mapping[str, Any]) -> tuple[int, int]:
     if heads % kv_heads:
         raise _not_servable(config, f"{heads} query heads are not a multiple of {kv_heads} key-value heads")
     if config.get("head_dim") is not None:
-        return kv_heads, _positive_int(config, "head_dim")
-    return kv_heads, _positive_int(config, "hidden_size") // heads
+        head_dim = _positive_int(config, "head_dim")
+    else:
+        head_dim = _positive_int(config, "hidden_size") // heads
+    if config.get("v_head_dim") not in (None, head_dim):
+        raise _not_servable(
+            config, f"its keys have {head_dim=} and its values v_head_dim={config['v_head_dim']}"
+        )
+    return kv_heads, head_dim
 
 
 def _positive_int(config: Mapping[str, Any], field: str) -> int:

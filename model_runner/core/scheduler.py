@@ -105,7 +105,7 @@ class Scheduler:
         return SchedulerOutput(sequences, samples, copies, prefill_tokens, decode_tokens)
 
     def update_from_output(self, scheduled: SchedulerOutput, produced: RunnerOutput) -> list[ChoiceOutput]:
-        """Book what a step computed: prefill progress, drawn tokens, endings, blocks left behind by windows."""
+        """Book what a step computed: prefill progress, drawn tokens, endings, blocks left behind."""
         for sequence in scheduled.sequences[scheduled.decode_tokens :]:
             request, _ = self._by_sequence[sequence.sequence_id]
             self._advance_prefill(request, len(sequence.token_ids))
