@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import processors
 
 from model_runner.errors import ModelNotServable
-from model_runner.tokenizer.definition import TokenizerDefinition
+from model_runner.tokenizer.definition import TokenizerDefinition, add_bos_and_eos
 
 _SPECIAL_TOKEN_NAMES = (
     "bos_token",
@@ -88,17 +87,6 @@ def _honour_bos_and_eos_flags(
         backend,
         special_tokens.get("bos_token") if config.get("add_bos_token") else None,
         special_tokens.get("eos_token") if config.get("add_eos_token") else None,
-    )
-
-
-def add_bos_and_eos(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> None:
-    """Make `encode` put these tokens, where given, first and last."""
-    around = [token for token in (bos, eos) if token is not None]
-    single = " ".join([*([bos] if bos else []), "$A", *([eos] if eos else [])])
-    backend.post_processor = processors.TemplateProcessing(
-        single=single,
-        pair=f"{single} $B",
-        special_tokens=[(token, backend.token_to_id(token)) for token in dict.fromkeys(around)],
     )
 
 

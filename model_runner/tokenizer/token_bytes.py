@@ -52,8 +52,8 @@ class TokenTable:
         alphabet = byte_alphabet()
         for token, token_id in vocabulary.items():
             self._bytes[token_id] = spell(token, alphabet)
-        for token_id, token in added.items():
-            self._bytes[token_id] = token.content.encode()
+        for token_id, added_token in added.items():
+            self._bytes[token_id] = added_token.content.encode()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.swallows_spaces = any(token.lstrip or token.rstrip for token in added.values())
 
@@ -95,7 +95,7 @@ def _flatten(step: Mapping[str, Any] | None, members: str) -> Iterator[Mapping[s
 def _strips_first_space(step: Mapping[str, Any]) -> bool:
     if step["type"] == "Strip":
         return bool(step["content"] == " " and step["start"] > 0)
-    return step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never"
+    return bool(step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never")
 
 
 def _byte_level_bytes(token: str, alphabet: Mapping[str, int]) -> bytes:
