@@ -1,7 +1,7 @@
 """Log lines: one event each, as text for people or as JSON for machines, on standard error.
 
-An event is a few words and some fields. Fields may hold what a client sent (a request id), so in text they are
-quoted when they need it: nobody can write a line of their own into the log.
+An event is a few words and some fields. Fields may hold what a client sent (a request id), so in text they
+are quoted when they need it: nobody can write a line of their own into the log.
 """
 
 from __future__ import annotations

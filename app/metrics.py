@@ -23,11 +23,11 @@ from prometheus_client.registry import Collector
 
 from app.settings import Settings
 from app.version import plimsoll_version
+from model_runner.async_engine import EngineState, EngineStats
 from model_runner.errors import Reason
 from model_runner.messages import ModelInfo
 from model_runner.types import Ending, FinishReason, StepStats
 
-ENGINE_STATES = ("starting", "ready", "restarting", "stuck", "draining", "stopped", "failed")
 ABORT_CAUSES = ("client_disconnected", "shutdown")
 
 # Refusals, before or at the door. What goes wrong later (queue_timeout, internal_error) is an ending.
@@ -75,30 +75,13 @@ _PROJECTED_BYTES = tuple(float(2**exponent) for exponent in range(16, 38, 2))  #
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
-class Levels(Protocol):
-    """What is read of the engine's stats."""
-
-    @property
-    def reserved_bytes(self) -> int: ...
-    @property
-    def used_blocks(self) -> int: ...
-    @property
-    def running(self) -> int: ...
-    @property
-    def waiting(self) -> int: ...
-    @property
-    def queue_length(self) -> int: ...
-    @property
-    def queued_bytes(self) -> int: ...
-
-
 class EngineView(Protocol):
     """What is read of the engine at scrape time."""
 
     @property
-    def state(self) -> str: ...
+    def state(self) -> EngineState: ...
     @property
-    def stats(self) -> Levels: ...
+    def stats(self) -> EngineStats: ...
     @property
     def model(self) -> ModelInfo: ...
 
@@ -171,7 +154,7 @@ class Metrics:
         return Histogram(name, help, registry=self.registry, buckets=buckets)
 
     def attach(self, engine: EngineView) -> None:
-        """Once, when the engine exists: from now on its levels are on the page."""
+        """Once, when the engine has planned: from now on its levels are on the page."""
         self.registry.register(EngineCollector(engine, self._settings))
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
@@ -225,8 +208,6 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         yield self._state()
         yield _info("plimsoll_build", "The version that runs.", {"version": plimsoll_version()})
-        if self._engine.state in ("starting", "failed"):
-            return  # nothing is known yet of the model and its budget
         yield from self._cache()
         yield from self._load()
         yield from self._vllm()
@@ -235,19 +216,18 @@ class EngineCollector(Collector):
         family = GaugeMetricFamily(
             "plimsoll_engine_state", "1 for the state that the engine is in.", labels=["state"]
         )
-        for state in ENGINE_STATES:
+        for state in EngineState:
             family.add_metric([state], float(state == self._engine.state))
         return family
 
     def _cache(self) -> Iterator[Metric]:
         stats, model = self._engine.stats, self._engine.model
-        budget, used = model.kv_budget_bytes, stats.used_blocks * model.spec.block_bytes
         cache = "plimsoll_kv_cache"
-        yield _gauge(f"{cache}_budget_bytes", "KV cache that requests may reserve.", budget)
+        yield _gauge(f"{cache}_budget_bytes", "KV cache that requests may reserve.", stats.kv_budget_bytes)
         yield _gauge(f"{cache}_reserved_bytes", "Reserved by admitted requests.", stats.reserved_bytes)
-        yield _gauge(f"{cache}_used_bytes", "In blocks that sequences hold now.", used)
-        yield _gauge(f"{cache}_free_bytes", "Not reserved.", budget - stats.reserved_bytes)
-        yield _gauge(f"{cache}_blocks", "Blocks that requests may reserve.", model.num_blocks)
+        yield _gauge(f"{cache}_used_bytes", "In blocks that sequences hold now.", stats.used_bytes)
+        yield _gauge(f"{cache}_free_bytes", "Not reserved.", stats.free_bytes)
+        yield _gauge(f"{cache}_blocks", "Blocks that exist.", stats.blocks_total)
         yield _gauge(f"{cache}_blocks_used", "Blocks that sequences hold now.", stats.used_blocks)
         yield _gauge(
             f"{cache}_bytes_per_token",
@@ -272,12 +252,12 @@ class EngineCollector(Collector):
         yield _gauge("plimsoll_queue_length", "Requests that wait at the door for room.", stats.queue_length)
         yield _gauge("plimsoll_queued_bytes", "KV cache that they will reserve.", stats.queued_bytes)
         yield _gauge("plimsoll_requests_running", "Requests that the engine runs.", stats.running)
-        yield _gauge("plimsoll_requests_waiting", "Requests that have not begun to run.", stats.waiting)
+        yield _gauge("plimsoll_requests_waiting", "Requests that wait for room.", stats.waiting)
 
     def _vllm(self) -> Iterator[Metric]:
         stats, model = self._engine.stats, self._engine.model
         labels = {"model_name": self._settings.served_model_name, "engine": "0"}
-        share = stats.used_blocks / model.num_blocks
+        share = stats.used_blocks / stats.blocks_total
         yield _gauge("vllm:num_requests_running", "As in vLLM: requests running.", stats.running, labels)
         yield _gauge("vllm:num_requests_waiting", "As in vLLM: requests waiting.", stats.waiting, labels)
         yield _gauge("vllm:kv_cache_usage_perc", "As in vLLM: blocks in use, from 0 to 1.", share, labels)
@@ -288,7 +268,7 @@ class EngineCollector(Collector):
             "engine": "0",
             "gpu_memory_utilization": f"{self._settings.gpu_memory_utilization:g}",
             "num_cpu_blocks": "0",
-            "num_gpu_blocks": str(model.num_blocks),
+            "num_gpu_blocks": str(stats.blocks_total),
         }
         yield _gauge("vllm:cache_config_info", "As in vLLM: the shape of the KV cache.", 1, config)
 

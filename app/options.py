@@ -29,6 +29,7 @@ class Option:
     default: str  # in words
     repeatable: bool  # its values are tuples, and add up
     secret: bool  # its value is never shown
+    switch: bool  # on by being there, without a value
     known_as: tuple[str, ...]  # what other servers call it
 
     def env(self, prefix: str) -> str:
@@ -46,6 +47,7 @@ def option(
     flag: str | None = None,
     repeatable: bool = False,
     secret: bool = False,
+    switch: bool = False,
     known_as: tuple[str, ...] = (),
     default_factory: Any = dataclasses.MISSING,
 ) -> Any:
@@ -59,6 +61,7 @@ def option(
         "default": str(default) if shown is None else shown,
         "repeatable": repeatable,
         "secret": secret,
+        "switch": switch,
         "known_as": known_as,
     }
     made: Any = dataclasses.field(
@@ -93,6 +96,11 @@ def choice(*allowed: str) -> Parse:
         return value
 
     return parse
+
+
+def yes(value: str) -> bool:
+    """Of a switch."""
+    return bool(choice("yes", "no")(value) == "yes")
 
 
 def integer(minimum: int, maximum: int | None = None) -> Parse:
@@ -155,7 +163,10 @@ def build_parser(
         groups[each.group] = group
         env = f"; {each.env(env_prefix)}" if env_prefix else ""
         shown = f"{each.help} [{each.default}{env}]".replace("%", "%%")
-        group.add_argument(each.flag, dest=each.name, metavar=each.metavar, action="append", help=shown)
+        how: dict[str, Any] = {"action": "append", "metavar": each.metavar}
+        if each.switch:
+            how = {"action": "append_const", "const": "yes"}
+        group.add_argument(each.flag, dest=each.name, help=shown, **how)
     return parser
 
 

@@ -27,6 +27,7 @@ from app.options import (
     text,
 )
 from app.sizes import parse_duration, parse_size
+from model_runner.async_engine import DoorPolicy
 from model_runner.config import EngineConfig
 
 ENV_PREFIX = "PLIMSOLL_"
@@ -359,6 +360,13 @@ class Settings:
             max_num_batched_tokens=self.max_num_batched_tokens,
             num_threads=self.num_threads,
             compile=self.compile,
+        )
+
+    def door_policy(self) -> DoorPolicy:
+        return DoorPolicy(
+            max_queue_requests=self.max_queue_requests,
+            max_queue_seconds=self.max_queue_seconds,
+            engine_step_timeout=self.engine_step_timeout,
         )
 
 

@@ -1,0 +1,248 @@
+"""`plimsoll serve`: from settings to a server that listens, and from a signal to an orderly end.
+
+    bind → plan (the engine starts, the table is shown) → listen → ready → … → signal → drain → close
+
+The port is taken first, so that a port in use is known in the first second. The listener opens as soon as the
+model's prices are known, and stays open until the last request has ended: whoever comes too early or too late is
+told so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from typing import NoReturn, TypeVar
+
+import uvicorn
+from fastapi import FastAPI
+from prometheus_client import disable_created_metrics
+
+from app import logs
+from app.loading import LoadingReport
+from app.main import create_app
+from app.metrics import Metrics
+from app.settings import Settings
+from model_runner.async_engine import AsyncEngine, EngineState
+from model_runner.errors import StartupError
+from model_runner.messages import ModelInfo
+from model_runner.model_files import resolve
+from model_runner.tokenizer import Tokenizer, load_tokenizer
+from model_runner.types import Ending
+
+# After the last request has ended: for answers that are still on their way to slow readers.
+_FLUSH_SECONDS = 5
+_KEEP_ALIVE_SECONDS = 65  # longer than the usual proxies' 60 s: they, and not we, close idle connections
+
+T = TypeVar("T")
+
+
+def serve(settings: Settings) -> int:
+    """Serve until a signal comes. Returns the exit code. Raises StartupError when it can't start."""
+    logs.configure(settings.log_level, settings.log_format)
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double the series of every counter and histogram
+    sockets = bind(settings.host, settings.port)
+    with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:
+        return runner.run(_serve(settings, sockets))
+
+
+async def _serve(settings: Settings, sockets: Sequence[socket.socket]) -> int:
+    began = time.monotonic()
+    leaving = _set_by_signals()
+    metrics = LoggingMetrics(settings)
+    engine = AsyncEngine(settings.engine_config(), settings.door_policy(), metrics)
+    try:
+        with LoadingReport(settings) as report:
+            planned = await _unless(leaving, _plan(engine, settings, report))
+            if planned is None:
+                await engine.close()
+                _leave_now("stopped while loading", 0)
+            model, tokenizer = planned
+            metrics.attach(engine)
+            report.plan(settings, model)
+            app = create_app(engine=engine, tokenizer=tokenizer, settings=settings, metrics=metrics)
+            async with _listening(app, sockets):
+                _warn_if_open_to_all(settings, sockets)
+                await _unless(leaving, engine.wait_ready())
+                report.close()
+                if not leaving.is_set():
+                    load_seconds = round(time.monotonic() - began, 1)
+                    logs.event(f"Plimsoll is ready on {url_of(sockets)}", load_seconds=load_seconds)
+                if await _unless(leaving, _failure(engine)):
+                    raise StartupError("the engine died, and a new one could not be started.")
+                logs.event("draining", timeout_seconds=settings.shutdown_timeout)
+                await engine.drain(settings.shutdown_timeout)
+    finally:
+        await engine.close()
+    logs.event("stopped")
+    return 0
+
+
+async def _plan(
+    engine: AsyncEngine, settings: Settings, report: LoadingReport
+) -> tuple[ModelInfo, Tokenizer]:
+    """Find the model, start the engine on it, and load the tokenizer meanwhile."""
+    files = await asyncio.to_thread(resolve, settings.model, settings.cache_dir, report.stage)
+    model, tokenizer = await asyncio.gather(
+        engine.start(report.loading), asyncio.to_thread(load_tokenizer, files)
+    )
+    return model, tokenizer
+
+
+async def _failure(engine: AsyncEngine) -> bool:
+    """Returns, with True, when the engine is past hope. Whatever a new one can mend, it mends by itself."""
+    while engine.state is not EngineState.FAILED:  # noqa: ASYNC110 - nobody is in a hurry to hear it
+        await asyncio.sleep(0.5)
+    return True
+
+
+class LoggingMetrics(Metrics):
+    """Counts every ending, and writes its line."""
+
+    def ended(self, ending: Ending) -> None:
+        super().ended(ending)
+        logs.ending(ending)
+
+
+# The listener
+
+
+class _Server(uvicorn.Server):
+    """Leaves the signals to us: uvicorn alone would close the listener at the first one."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextlib.asynccontextmanager
+async def _listening(app: FastAPI, sockets: Sequence[socket.socket]) -> AsyncIterator[None]:
+    """Open on entry; on exit, answers that are on their way get a few seconds to arrive."""
+    config = uvicorn.Config(
+        app,
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=_FLUSH_SECONDS,
+    )
+    server = _Server(config)
+    task = asyncio.create_task(server.serve(list(sockets)))
+    while not server.started:
+        await asyncio.sleep(0.005)
+        if task.done() and (error := task.exception()) is not None:
+            raise StartupError(f"cannot listen on {url_of(sockets)}: {error}.") from error
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await task
+
+
+def bind(host: str, port: int) -> list[socket.socket]:
+    """Take the port on every address that `host` names, without listening yet. Port 0 takes any free one.
+
+    Raises StartupError when the name is unknown or the port can't be had.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror as error:
+        raise StartupError(f"--host {host} is no address of this machine: {error.strerror}.") from None
+    sockets: list[socket.socket] = []
+    missing: OSError | None = None
+    for family, _, _, _, address in dict.fromkeys(found):
+        chosen = sockets[0].getsockname()[1] if sockets else port
+        try:
+            sockets.append(_bound(family, (address[0], chosen, *address[2:])))
+        except OSError as error:
+            # `localhost` names ::1 also where IPv6 is switched off: one address that exists is enough.
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                raise StartupError(_why_not(error, host, chosen)) from None
+            missing = error
+    if missing is not None and not sockets:
+        raise StartupError(_why_not(missing, host, port))
+    return sockets
+
+
+def _bound(family: int, address: tuple[object, ...]) -> socket.socket:
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        bound.bind(address)
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def _why_not(error: OSError, host: str, port: int) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} of {host} is in use by another process; write --port {port + 1}, or 0 for any."
+    if error.errno == errno.EACCES:
+        return (
+            f"port {port} needs privileges that this process lacks; write --port 8000, or any from 1024 up."
+        )
+    if error.errno == errno.EADDRNOTAVAIL:
+        return (
+            f"--host {host} is no address of this machine; write 127.0.0.1, or 0.0.0.0 for every interface."
+        )
+    return f"cannot listen on {host}, port {port}: {error.strerror}."
+
+
+def url_of(sockets: Sequence[socket.socket]) -> str:
+    host, port = sockets[0].getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _warn_if_open_to_all(settings: Settings, sockets: Sequence[socket.socket]) -> None:
+    addresses = [ipaddress.ip_address(each.getsockname()[0].partition("%")[0]) for each in sockets]
+    if not settings.api_keys and not all(address.is_loopback for address in addresses):
+        logs.event("whoever can reach the port can use it: no --api-key is set", level=logging.WARNING)
+
+
+# Leaving
+
+
+def _set_by_signals() -> asyncio.Event:
+    """Set by the first SIGTERM or SIGINT. The second ends the process at once, and the engine with it."""
+    leaving = asyncio.Event()
+
+    def on_signal(received: signal.Signals) -> None:
+        if leaving.is_set():
+            _leave_now(f"second signal ({received.name}): leaving at once", 128 + received)
+        leaving.set()
+
+    for each in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(each, on_signal, each)
+    return leaving
+
+
+def _leave_now(why: str, code: int) -> NoReturn:
+    """Without waiting for anything, not even for threads: a download can't be interrupted otherwise."""
+    logs.event(why)
+    logging.shutdown()
+    os._exit(code)
+
+
+async def _unless(event: asyncio.Event, work: Awaitable[T]) -> T | None:
+    """The result of `work`, or None when the event comes first; `work` is cancelled then."""
+    working = asyncio.ensure_future(work)
+    waiting = asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for each in (working, waiting):
+            each.cancel()
+        await asyncio.gather(working, waiting, return_exceptions=True)
