@@ -1,7 +1,8 @@
 """The API process's books: every live request, where it stands, and the one way out of each.
 
-Pure: it is told what happened and when, sends messages through a callable, and calls its listeners. The same
-object serves behind sockets and is driven by the state machine of the tests through every crossing of messages.
+Pure: it is told what happened and when, sends messages through a callable, and calls its listeners. The
+same object serves behind sockets and is driven by the state machine of the tests through every crossing of
+messages.
 
 Two lives are kept apart. A *request* lives until its client has its one ending: finished, aborted, timed
 out, failed. A *reservation* lives in the ledger until the engine says that its blocks are back, or until
