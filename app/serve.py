@@ -3,8 +3,8 @@
     bind → plan (the engine starts, the table is shown) → listen → ready → … → signal → drain → close
 
 The port is taken first, so that a port in use is known in the first second. The listener opens as soon as the
-model's prices are known, and stays open until the last request has ended: whoever comes too early or too late is
-told so.
+model's prices are known, and stays open until the last request has ended: whoever comes too early or too late
+is told so.
 """
 
 from __future__ import annotations
