@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from model_runner.core.kv_spec import KVCacheSpec
 from model_runner.core.output import RunnerOutput, SampleRow, ScheduledSequence, SchedulerOutput
@@ -30,10 +30,13 @@ class Sample(Protocol):
 
 
 class _HiddenStates(nn.Module):
-    """Stands in for the decoder: what it is given as embeddings is what came out of the last layer."""
+    """Stands in for the decoder: what it is given as embeddings is what came out of the last layer.
 
-    def forward(self, inputs_embeds: Tensor, **kwargs: Any) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+    Its output has all the fields that the heads of dense and of mixture-of-experts models look at.
+    """
+
+    def forward(self, inputs_embeds: Tensor, **kwargs: Any) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
 
 
 def split_model(model: nn.Module) -> tuple[nn.Module, nn.Module]:
@@ -135,5 +138,6 @@ def _token_logprobs(logits: Tensor, targets: list[int], top: int) -> list[TokenL
     chosen = logprobs.gather(1, torch.tensor(targets, device=logits.device)[:, None])[:, 0].tolist()
     values, indices = logprobs.topk(top, dim=-1)
     return [
-        TokenLogprobs(*entry) for entry in zip(targets, chosen, indices.tolist(), values.tolist(), strict=True)
+        TokenLogprobs(*entry)
+        for entry in zip(targets, chosen, indices.tolist(), values.tolist(), strict=True)
     ]

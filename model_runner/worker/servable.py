@@ -26,7 +26,9 @@ _PROBE_TOKENS = 4
 
 # Arguments of the attention interface that paged_attention_forward honours, or that change nothing in it.
 _HONOURED = frozenset({"scaling", "softcap", "s_aux", "sliding_window"})
-_HARMLESS = frozenset({"dropout", "position_ids", "use_cache", "is_causal", "cache_position", "position_embeddings"})
+_HARMLESS = frozenset(
+    {"dropout", "position_ids", "use_cache", "is_causal", "cache_position", "position_embeddings"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,24 +74,24 @@ def attention_modules(model: nn.Module, spec: KVCacheSpec) -> list[nn.Module]:
     Raises ModelNotServable when the model needs something of its attention that Plimsoll doesn't give.
     """
     name = type(model).__name__
-    probe = _run_probe(model, name)
+    calls = _run_probe(model, name)
     layers = {layer: group for group in spec.groups for layer in group.layers}
-    if len(probe.calls) != len(layers):
+    if len(calls) != len(layers):
         raise ModelNotServable(
-            f"{name} can't be served: {len(probe.calls)} of its {len(layers)} layers attend through transformers' "
+            f"{name} can't be served: {len(calls)} of its {len(layers)} layers attend through transformers' "
             "attention interface. Recurrent layers, cross-attention and attention of a model's own are not supported."
         )
-    for layer, call in enumerate(probe.calls):
+    for layer, call in enumerate(calls):
         if problem := _problem(call, layers[layer]):
             raise ModelNotServable(f"{name} can't be served: layer {layer} {problem}.")
-    if len({id(call.module) for call in probe.calls}) != len(layers):
+    if len({id(call.module) for call in calls}) != len(layers):
         raise ModelNotServable(f"{name} can't be served: some of its layers share one attention module.")
     _set_attention(model, attention.IMPLEMENTATION)
-    return [call.module for call in probe.calls]
+    return [call.module for call in calls]
 
 
 @torch.inference_mode()
-def _run_probe(model: nn.Module, name: str) -> _Probe:
+def _run_probe(model: nn.Module, name: str) -> list[_Call]:
     probe = _Probe()
     attention.register()
     ALL_ATTENTION_FUNCTIONS.register(_PROBE, probe.attend)
@@ -104,9 +106,8 @@ def _run_probe(model: nn.Module, name: str) -> _Probe:
             f"{name} can't be served: it did not run on a few tokens with another attention function ({error})."
         ) from error
     finally:
-        ALL_ATTENTION_FUNCTIONS.pop(_PROBE)
-        ALL_MASK_ATTENTION_FUNCTIONS.pop(_PROBE)
-    return probe
+        calls, probe.calls = probe.calls, []  # transformers' registry has no way out, and must not keep the model
+    return calls
 
 
 def _set_attention(model: Any, implementation: str) -> None:
@@ -133,7 +134,9 @@ def _problem(call: _Call, group: LayerGroup) -> str | None:
         for argument, value in call.arguments.items()
         if value is not None and value is not False and argument not in _HONOURED | _HARMLESS
     ]
-    return f"passes arguments to its attention that are not supported: {', '.join(foreign)}" if foreign else None
+    return (
+        f"passes arguments to its attention that are not supported: {', '.join(foreign)}" if foreign else None
+    )
 
 
 _UNBOUNDED = 1 << 30
@@ -145,7 +148,11 @@ def _is_causal(mask: Callable[..., Any], window: int | None) -> bool:
     Asked at the places where masks differ: the diagonal, the window's edge, the sequence's start, and far away.
     """
     reach = window or 1000
-    spots = [(q, q + d) for q in (0, 1, reach - 1, reach, reach + 1, 3 * reach) for d in (0, 1, -1, 1 - reach, -reach)]
+    spots = [
+        (q, q + d)
+        for q in (0, 1, reach - 1, reach, reach + 1, 3 * reach)
+        for d in (0, 1, -1, 1 - reach, -reach)
+    ]
     zero = torch.tensor(0)
     for query, key in [*spots, (3 * reach, 0)]:
         if key < 0:
