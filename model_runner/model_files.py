@@ -1,4 +1,5 @@
-"""Where a model's files are: a directory, a .gguf file, a hub id, or the embedded default; and what is kept of them.
+"""Where a model's files are: a directory, a .gguf file, a hub id, or the embedded default; and what is kept
+of them.
 
 Never imports torch or transformers: both processes use it.
 """
@@ -76,7 +77,7 @@ def file_identity(path: Path) -> str:
 
 
 def keep(path: Path, content: bytes) -> None:
-    """Put a derived file in the cache, whole or not at all. A cache that can't be written to costs time, not the start."""
+    """Put a derived file in the cache, whole or not at all. Without a writable cache, starts are slower."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
@@ -92,19 +93,19 @@ def keep(path: Path, content: bytes) -> None:
 
 
 def _default_model(cache_dir: Path, tell: OnProgress) -> Path:
-    """The model file inside the installed package, which is found without importing it (its code needs llama.cpp)."""
+    """The model file inside the installed package, which is not imported: its code needs llama.cpp."""
     spec = importlib.util.find_spec(DEFAULT_MODEL_PACKAGE)
     folders = spec.submodule_search_locations if spec is not None else None
     path = next((Path(folder) / DEFAULT_MODEL_FILE for folder in folders or ()), None)
     if path is None or not path.is_file():
         raise StartupError(
-            f"The default model, {DEFAULT_MODEL_NAME}, is not installed. Get it with\n    {_GET_DEFAULT_MODEL}\n"
-            "or name a model with --model."
+            f"The default model, {DEFAULT_MODEL_NAME}, is not installed. Get it with\n    "
+            f"{_GET_DEFAULT_MODEL}\nor name a model with --model."
         )
     if _sha256(path, cache_dir, tell) != DEFAULT_MODEL_SHA256:
         raise StartupError(
-            f"{path} is not the file that was published as the default model: its SHA-256 differs. Install it again with\n"
-            f"    {_GET_DEFAULT_MODEL} --force-reinstall --no-cache-dir"
+            f"{path} is not the file that was published as the default model: its SHA-256 differs. Install "
+            f"it again with\n    {_GET_DEFAULT_MODEL} --force-reinstall --no-cache-dir"
         )
     return path
 
@@ -125,7 +126,7 @@ def _sha256(path: Path, cache_dir: Path, tell: OnProgress) -> str:
 
 
 def _check_directory(directory: Path) -> None:
-    """What every served directory holds. Whether its parts are of a kind that can be served, their readers say."""
+    """What every served directory holds. Whether its parts can be served is for their readers to say."""
     if not (directory / "config.json").is_file():
         gguf = sorted(directory.glob("*.gguf"))
         hint = f" For a GGUF model, name the file: {gguf[0]}" if gguf else ""
@@ -134,20 +135,22 @@ def _check_directory(directory: Path) -> None:
         )
     if not any(directory.glob("*.safetensors")):
         raise StartupError(
-            f"{directory} has no *.safetensors. Other weight formats (such as pytorch_model.bin, which can run code when it is "
-            "read) are not loaded; convert them with transformers' save_pretrained."
+            f"{directory} has no *.safetensors. Other weight formats (such as pytorch_model.bin, which can "
+            "run code when it is read) are not loaded; convert them with transformers' save_pretrained."
         )
     if not (directory / "tokenizer.json").is_file():
-        raise StartupError(_without_tokenizer_json(directory))
+        raise StartupError(without_tokenizer_json(directory))
 
 
-def _without_tokenizer_json(directory: Path) -> str:
+def without_tokenizer_json(directory: Path) -> str:
+    """What to tell the owner of such a directory."""
     if (directory / "tokenizer.model").is_file():
         return (
-            f"{directory} has only a SentencePiece tokenizer.model. Write its tokenizer.json once, with transformers:\n"
-            f"    AutoTokenizer.from_pretrained({str(directory)!r}).save_pretrained({str(directory)!r})"
+            f"{directory} has only a SentencePiece tokenizer.model. Write its tokenizer.json once, with "
+            "transformers:\n    "
+            f"AutoTokenizer.from_pretrained({str(directory)!r}).save_pretrained({str(directory)!r})"
         )
-    return f"{directory} has no tokenizer.json. Put the one that the model was published with beside its config.json."
+    return f"{directory} has no tokenizer.json. Put the one that the model was published with into it."
 
 
 def _download(hub_id: str, tell: OnProgress) -> Path:
@@ -162,11 +165,13 @@ def _download(hub_id: str, tell: OnProgress) -> Path:
         )
     except errors.GatedRepoError as error:
         raise StartupError(
-            f"{hub_id} is a gated model. Accept its terms on https://huggingface.co/{hub_id} and set HF_TOKEN to a token of your account."
+            f"{hub_id} is a gated model. Accept its terms on https://huggingface.co/{hub_id} and set "
+            "HF_TOKEN to a token of your account."
         ) from error
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
         raise StartupError(
-            f"There is no model {hub_id} on the hub (or it is private: then set HF_TOKEN), and no file or directory of that name."
+            f"There is no model {hub_id} on the hub (or it is private: then set HF_TOKEN), and no file or "
+            "directory of that name."
         ) from error
     except (
         errors.LocalEntryNotFoundError,

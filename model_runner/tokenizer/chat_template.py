@@ -9,10 +9,12 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.exceptions
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+import jinja2.utils
 
 from model_runner.errors import InvalidRequest, ModelNotServable
 
@@ -20,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks the assistant's words for training; here it is its content."""
+    """`{% generation %}` marks the assistant's words for training; here it is what it encloses."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it as an instance attribute)
 
@@ -31,6 +33,26 @@ class _Generation(jinja2.ext.Extension):
 
     def _content(self, caller: Callable[[], str]) -> str:
         return caller()
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """`namespace()` without names that begin with an underscore, a way to the interpreter's insides."""
+
+    def __init__(*args: Any, **attributes: Any) -> None:  # no `self`: a template may use that name
+        self, *rest = args
+        values = dict(*rest, **attributes)
+        for name in values:
+            _check_name(name)
+        jinja2.utils.Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if str(name).startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace can't have an attribute {name!r}")
 
 
 class ChatTemplate:
@@ -56,7 +78,7 @@ class ChatTemplate:
         try:
             return self._template.render(names)
         except Exception as error:
-            # The template is the model's program and the messages are the client's: whatever it raises is about them.
+            # The template is the model's and the messages are the client's: whatever it raises is about them.
             logger.info("the chat template refused a conversation: %r", error)
             detail = str(error) or type(error).__name__
             raise InvalidRequest(
@@ -71,6 +93,7 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
+    environment.globals["namespace"] = _Namespace
     return environment
 
 

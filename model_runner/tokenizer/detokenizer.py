@@ -20,13 +20,15 @@ class TokenBytes(Protocol):
 
 
 class IncrementalDetokenizer:
-    """Turns the tokens of one choice into text, never breaking a UTF-8 sequence that is still to be completed.
+    """Turns the tokens of one choice into text, never breaking a UTF-8 sequence that is still to be
+    completed.
 
-    A token is a run of bytes, so the text of a sequence is its tokens' bytes, joined and decoded: the pushes and the flush
-    join to exactly `tokenizer.decode(ids)`. Each token costs its own bytes and no more, however long the text is.
+    A token is a run of bytes, so the text of a sequence is its tokens' bytes, joined and decoded: the pushes
+    and the flush join to exactly `tokenizer.decode(ids)`. Each token costs its own bytes and no more, however
+    long the text is.
 
-    `begins_text`: the ids are the whole text, so a SentencePiece tokenizer's artificial first space is dropped; for ids that
-    continue a prompt (the usual case) that space is a real one.
+    `begins_text`: the ids are the whole text, so a SentencePiece tokenizer's artificial first space is
+    dropped; for ids that continue a prompt (the usual case) that space is a real one.
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class IncrementalDetokenizer:
         return self._decode(b"".join(parts), final=False)
 
     def flush(self) -> str:
-        """What was held back when no more tokens will come: U+FFFD for a character that was never completed."""
+        """What was held back, when no more tokens come: U+FFFD for a character never completed."""
         return self._decode(b"", final=True)
 
     def _decode(self, data: bytes, *, final: bool) -> str:

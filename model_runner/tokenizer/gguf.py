@@ -1,6 +1,7 @@
 """A tokenizer from the metadata of a GGUF file, equal to llama.cpp's reading of the same file.
 
-One thing a GGUF file doesn't carry is the normalizer some models have (NFC for Qwen 2): like llama.cpp, we do without it.
+One thing a GGUF file doesn't carry is the normalizer some models have (NFC for Qwen 2): like llama.cpp, we do
+without it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,18 @@ _SPECIAL_TOKEN_KEYS = {
 _END_OF_TURN_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 # Files seldom name every token that ends a turn; these control tokens do in every model that has them.
 _END_OF_TURN_TEXTS = frozenset(
-    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <end_of_turn> <|endoftext|> <|eom_id|> <|end_of_text|> <EOT>".split()
+    (
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+        "<end_of_turn>",
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<EOT>",
+    )
 )
 
 
@@ -69,7 +81,8 @@ def define(metadata: Mapping[str, Any]) -> TokenizerDefinition:
         backend, defaults = _sentence_piece(ggml)
     else:
         raise ModelNotServable(
-            f"The GGUF file's tokenizer is of a kind that is not supported: {kind!r} (tokenizer.ggml.model). Supported: gpt2, llama."
+            f"The GGUF file's tokenizer is of a kind that is not supported: {kind!r} (tokenizer.ggml.model). "
+            "Supported: gpt2, llama."
         )
     ggml = defaults | ggml
     tokens = ggml["tokens"]
@@ -97,8 +110,8 @@ def _byte_level(ggml: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str
     """BPE over bytes spelled as characters. Also returns what holds where the file doesn't say otherwise."""
     if "pre" not in ggml:
         raise ModelNotServable(
-            "The GGUF file doesn't name its pre-tokenizer (tokenizer.ggml.pre), so its text can't be tokenised as in training. "
-            "Convert the model again with a current llama.cpp."
+            "The GGUF file doesn't name its pre-tokenizer (tokenizer.ggml.pre), so its text can't be "
+            "tokenised as in training. Convert the model again with a current llama.cpp."
         )
     split = word_split(ggml["pre"])
     merges = [tuple(merge.split(" ")) for merge in _required(ggml, "merges")]
@@ -141,8 +154,9 @@ def _sentence_piece(ggml: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict
 
 
 def _merges_from_scores(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Every way to make a token of two others, best score first; of equal scores, as transformers orders them,
-    the longer left part first."""
+    """Every way to make a token of two others, best score first; of equal scores, as transformers orders
+    them, the longer left part first.
+    """
     merges = [
         (scores[token_id], cut, token[:cut], token[cut:])
         for token, token_id in vocabulary.items()

@@ -1,8 +1,8 @@
 """The key-value header of a GGUF file.
 
-The `gguf` package's own reader makes two numpy views for every string of an array: for a vocabulary of 128k tokens and 280k
-merges that is seconds and hundreds of megabytes, in a process that is to stay small. The format is short
-(https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), so the header alone is read here.
+The `gguf` package's own reader makes two numpy views for every string of an array: for a vocabulary of 128k
+tokens and 280k merges that is seconds and hundreds of megabytes, in a process that is to stay small. The
+format is short (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), so the header alone is read here.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from typing import Any
 import tokenizers
 
 from model_runner.errors import ModelNotServable
+from model_runner.model_files import without_tokenizer_json
 from model_runner.tokenizer.definition import TokenizerDefinition, add_bos_and_eos
 
 _SPECIAL_TOKEN_NAMES = (
@@ -23,10 +24,10 @@ _SPECIAL_TOKEN_NAMES = (
 
 
 def read_definition(directory: Path) -> TokenizerDefinition:
-    """From tokenizer.json and what lies beside it. Raises ModelNotServable when it is missing or can't be read."""
+    """From tokenizer.json and its neighbours. Raises ModelNotServable when it is missing or can't be read."""
     path = directory / "tokenizer.json"
     if not path.is_file():
-        raise ModelNotServable(_what_to_do_without_tokenizer_json(directory))
+        raise ModelNotServable(without_tokenizer_json(directory))
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises a bare Exception for anything it can't read
@@ -39,17 +40,6 @@ def read_definition(directory: Path) -> TokenizerDefinition:
         special_tokens=special_tokens,
         eos_token_ids=_eos_token_ids(directory, backend, special_tokens),
         chat_template=_chat_template(directory, config),
-    )
-
-
-def _what_to_do_without_tokenizer_json(directory: Path) -> str:
-    if (directory / "tokenizer.model").is_file():
-        return (
-            f"{directory} has only a SentencePiece tokenizer.model. Convert it once, with transformers: "
-            f"AutoTokenizer.from_pretrained({str(directory)!r}).save_pretrained({str(directory)!r}), which writes tokenizer.json."
-        )
-    return (
-        f"{directory} has no tokenizer.json. Put the one the model was published with beside its config.json."
     )
 
 
@@ -80,7 +70,7 @@ def _special_tokens(config: dict[str, Any], legacy_map: dict[str, Any]) -> dict[
 def _honour_bos_and_eos_flags(
     backend: tokenizers.Tokenizer, config: dict[str, Any], special_tokens: dict[str, str]
 ) -> None:
-    """`add_bos_token` and `add_eos_token`, where tokenizer_config.json states them, overrule tokenizer.json."""
+    """`add_bos_token` and `add_eos_token` of tokenizer_config.json overrule tokenizer.json."""
     if config.get("add_bos_token") is None and config.get("add_eos_token") is None:
         return
     add_bos_and_eos(

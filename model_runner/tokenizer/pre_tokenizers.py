@@ -1,8 +1,10 @@
-"""How a byte-level BPE vocabulary's text is cut into words before merging, by the name a GGUF file gives (`tokenizer.ggml.pre`).
+"""How a byte-level BPE vocabulary's text is cut into words before merging, by the name a GGUF file gives
+(`tokenizer.ggml.pre`).
 
-The names are llama.cpp's (src/llama-vocab.cpp); the patterns are those of the models' own tokenizer.json files, which
-llama.cpp's follow. Each pattern is applied in turn to the pieces the ones before it left: a match is a piece, and so is what
-lies between two matches. A name that is not here is refused, for tokens cut otherwise than in training quietly make a model worse.
+The names are llama.cpp's (src/llama-vocab.cpp); the patterns are those of the models' own tokenizer.json
+files, which llama.cpp's follow. Each pattern is applied in turn to the pieces the ones before it left: a
+match is a piece, and so is what lies between two matches. A name that is not here is refused, for tokens cut
+otherwise than in training quietly make a model worse.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ def word_split(name: str) -> WordSplit:
     """Raises ModelNotServable for a name that is not known."""
     if name not in _WORD_SPLITS:
         raise ModelNotServable(
-            f"The GGUF file names a pre-tokenizer that Plimsoll does not know: {name!r}. Serving it with another would give the "
-            f"model other tokens than it was trained on. Known: {', '.join(sorted(_WORD_SPLITS))}."
+            f"The GGUF file names a pre-tokenizer that Plimsoll does not know: {name!r}. Serving it with "
+            "another would give the model other tokens than it was trained on. Known: "
+            f"{', '.join(sorted(_WORD_SPLITS))}."
         )
     return _WORD_SPLITS[name]
 
@@ -47,9 +50,15 @@ _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 _LLAMA3 = rf"{_CONTRACTION}|{_WORD}|\p{{N}}{{1,3}}|{_MARKS}|{_LINES_AND_SPACES}"
 _QWEN2 = rf"{_CONTRACTION}|{_WORD}|\p{{N}}|{_MARKS}|{_LINES_AND_SPACES}"
-_QWEN35 = rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_LINES_AND_SPACES}"
+_QWEN35 = (
+    rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_LINES_AND_SPACES}"
+)
 _SEED_CODER = rf"{_CONTRACTION}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_LINES_AND_SPACES}"
-_BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+_BAILING = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+)
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _TEKKEN = (
@@ -63,8 +72,9 @@ _GPT4O = (
 _DEEPSEEK_V3 = (
     r"\p{N}{1,3}",
     "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
-    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
-    rf"|{_LINES_AND_SPACES}",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
+    r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_LINES_AND_SPACES}",
 )
 _DEEPSEEK_LETTERS = (
     "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af"

@@ -16,10 +16,11 @@ class StopResult(NamedTuple):
 class StopStringMatcher:
     """Cuts a stream of text before the first stop string in it.
 
-    The first is the one that begins earliest in the whole text (of two that begin together, the one listed first); the
-    outcome doesn't depend on how the text was cut into pieces. Text that may yet turn out to be the beginning of a stop
-    string is held back, at most as many characters as the longest one has. One automaton per stop string
-    (Knuth, Morris, Pratt 1977), so the cost is linear in the text whatever the strings are.
+    The first is the one that begins earliest in the whole text (of two that begin together, the one listed
+    first); the outcome doesn't depend on how the text was cut into pieces. Text that may yet turn out to be
+    the beginning of a stop string is held back, at most as many characters as the longest one has. One
+    automaton per stop string (Knuth, Morris, Pratt 1977), so the cost is linear in the text whatever the
+    strings are.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:

@@ -14,8 +14,8 @@ SPACE_MARK = "▁"  # SentencePiece writes a space as U+2581
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _BYTE_LEVEL = frozenset({"ByteLevel"})
 _SENTENCE_PIECE = frozenset({"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"})
-# By how much a normalizer can shrink UTF-8: the canonical composition of Unicode (3 jamo of 3 bytes make 1 syllable
-# of 3 bytes; a Greek letter with three accents, 8 bytes, makes one of 3).
+# By how much a normalizer can shrink UTF-8. Canonical composition (NFC) makes one Hangul syllable (3 bytes) of
+# three jamo (9), and one Greek letter (3) of a letter and three accents (8).
 _SHRINKS = {"Replace": 1, "Prepend": 1, "NFC": 4, "ByteLevel": 1}
 
 
@@ -41,8 +41,8 @@ class TokenTable:
         kinds = {step["type"] for step in steps}
         if not kinds or not (kinds <= _BYTE_LEVEL or kinds <= _SENTENCE_PIECE):
             raise ModelNotServable(
-                f"The tokenizer's decoder ({', '.join(sorted(kinds)) or 'none'}) is not supported. Plimsoll serves byte-level BPE "
-                "and SentencePiece tokenizers."
+                f"The tokenizer's decoder ({', '.join(sorted(kinds)) or 'none'}) is not supported. Plimsoll "
+                "serves byte-level BPE and SentencePiece tokenizers."
             )
         self.strips_leading_space = any(_strips_first_space(step) for step in steps)
         spell = _byte_level_bytes if kinds <= _BYTE_LEVEL else _sentence_piece_bytes

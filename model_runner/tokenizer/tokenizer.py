@@ -18,8 +18,8 @@ from model_runner.tokenizer.token_bytes import TokenTable, least_bytes_factor
 class Tokenizer:
     """Safe to use from several threads at once; encoding releases the interpreter lock.
 
-    Text that spells a special token ("<|im_end|>") is read as that token, in prompts and in messages, as the field's
-    servers do: whoever puts untrusted text in a prompt has to know it.
+    Text that spells a special token ("<|im_end|>") is read as that token, in prompts and in messages, as the
+    field's servers do: whoever puts untrusted text in a prompt has to know it.
     """
 
     def __init__(self, definition: TokenizerDefinition) -> None:
@@ -68,7 +68,7 @@ class Tokenizer:
         return self._chat_template is not None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """`add_special_tokens`: put the marks around it that the model was trained with (usually a first BOS)."""
+        """`add_special_tokens`: put the marks around it that the model knows (usually a first BOS)."""
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_prompt(self, text: str) -> list[int]:
@@ -76,7 +76,8 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=True)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
-        """A conversation of /v1/chat/completions. The template writes its own marks, so none are added a second time.
+        """A conversation of /v1/chat/completions. The template writes its own marks, so none are added a
+        second time.
 
         Raises InvalidRequest as `apply_chat_template` does.
         """
@@ -85,13 +86,15 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """`messages` as the model's own template writes them. `variables` are further names the template may read.
+        """`messages` as the model's own template writes them. `variables` are further names the template may
+        read.
 
         Raises InvalidRequest when the model has no template, or its template refuses the messages.
         """
         if self._chat_template is None:
             raise InvalidRequest(
-                "This model has no chat template, so it cannot take messages. Send text to /v1/completions instead.",
+                "This model has no chat template, so it cannot take messages. Send text to /v1/completions "
+                "instead.",
                 param="messages",
             )
         return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
@@ -106,14 +109,15 @@ class Tokenizer:
         return self._table.bytes_of(token_id)
 
     def token_text(self, token_id: int) -> str:
-        """One token alone, for people to read: U+FFFD stands for bytes that are only a part of a character."""
+        """One token alone, for people to read: U+FFFD stands for a part of a character."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def min_token_count(self, text: str) -> int:
-        """A lower bound on `len(encode(text))`, far cheaper than encoding: no token stands for more bytes than the longest.
+        """A lower bound on `len(encode(text))`, far cheaper than encoding: no token stands for more bytes
+        than the longest.
 
-        0 where the tokenizer's normalisation makes no such bound possible. It lets an absurdly long prompt be refused before
-        the work of tokenising it.
+        0 where the tokenizer's normalisation makes no such bound possible. It lets an absurdly long prompt be
+        refused before the work of tokenising it.
         """
         if self._bytes_per_token_most == 0:
             return 0
