@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from http import HTTPStatus
 from typing import Any
 
@@ -11,6 +10,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from app.preparation import BodyTimeout
 from model_runner import errors
 
 INVALID = "invalid_request_error"
@@ -32,28 +32,21 @@ TABLE: dict[type[errors.PlimsollError], tuple[int, str]] = {
     errors.Starting: (503, SERVER),
     errors.EngineRestarting: (503, SERVER),
     errors.PlimsollError: (500, SERVER),
+    BodyTimeout: (408, INVALID),
 }
-
-# Enough to spread a crowd that was refused at the same moment; always upwards, so that nobody comes back too early.
-_JITTER = 0.1
-
-
-class BodyTimeout(errors.InvalidRequest):
-    """The client took too long to send the body."""
-
-
-TABLE[BodyTimeout] = (408, INVALID)
 
 
 def status_and_type(error: errors.PlimsollError) -> tuple[int, str]:
     return next(TABLE[kind] for kind in type(error).__mro__ if kind in TABLE)
 
 
-def error_body(error: errors.PlimsollError) -> dict[str, Any]:
-    """The JSON body of an error, as protocol.responses.ErrorResponse describes it."""
+def error_body(error: errors.PlimsollError, request_id: str) -> dict[str, Any]:
+    """The JSON body of an error, as protocol.responses.ErrorResponse describes it. A fault of ours names the request,
+    for whoever will look for it in the log."""
     code = error.code if isinstance(error, errors.InvalidRequest) and error.code else error.reason.value
+    fault = status_and_type(error)[0] == 500
     body: dict[str, Any] = {
-        "message": error.message,
+        "message": f"{error.message} (request {request_id})" if fault else error.message,
         "type": status_and_type(error)[1],
         "param": error.param if isinstance(error, errors.ClientError) else None,
         "code": code,
@@ -78,8 +71,9 @@ def error_headers(error: errors.PlimsollError) -> dict[str, str]:
 
 
 def retry_headers(seconds: float) -> dict[str, str]:
-    """`Retry-After` in whole seconds, which every client reads, and `retry-after-ms`, which OpenAI's prefers."""
-    milliseconds = max(1, math.ceil(max(seconds, 0.0) * 1000 * (1 + random.uniform(0, _JITTER))))
+    """`Retry-After` in whole seconds, which every client reads, and `retry-after-ms`, which OpenAI's prefers. The
+    jitter is in `seconds` already."""
+    milliseconds = max(1, math.ceil(max(seconds, 0.0) * 1000))
     return {"retry-after": str(max(1, math.ceil(milliseconds / 1000))), "retry-after-ms": str(milliseconds)}
 
 
@@ -87,13 +81,13 @@ def json_response(body: object, status: int = 200, headers: dict[str, str] | Non
     return Response(msgspec.json.encode(body), status, headers, "application/json")
 
 
-def error_response(error: errors.PlimsollError) -> Response:
-    return json_response(error_body(error), status_and_type(error)[0], error_headers(error))
+def error_response(error: errors.PlimsollError, request_id: str) -> Response:
+    return json_response(error_body(error, request_id), status_and_type(error)[0], error_headers(error))
 
 
-def internal_error(request_id: str) -> errors.ServerFault:
-    """What a client is told of a fault that nobody foresaw. The traceback is in the log, under the same id."""
-    return errors.ServerFault(f"The server failed on this request. Its id in the log is {request_id}.")
+def unforeseen() -> errors.ServerFault:
+    """What a client is told of a fault that nobody foresaw. The traceback goes to the log, under the same id."""
+    return errors.ServerFault("The server failed on this request.")
 
 
 def http_error_response(error: HTTPException, method: str, path: str) -> Response:

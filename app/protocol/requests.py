@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
@@ -92,11 +92,11 @@ class GenerationRequest(WireModel):
     top_k: int | None = Field(None, ge=-1, description="an integer of at least 1, or 0 or -1 to turn it off")
     min_p: float | None = Field(None, ge=0, le=1, description="a number from 0 to 1")
     seed: int | None = Field(None, ge=MIN_SEED, le=MAX_SEED, description="an integer of at most 64 bits")
-    stop: StopString | Annotated[list[StopString], FailFast(), Field(max_length=MAX_STOPS)] | None = Field(
+    stop: StopString | Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOPS)] | None = Field(
         None,
         description=f"a string or a list of at most {MAX_STOPS} strings, each of 1 to {MAX_STOP_CHARACTERS} characters",
     )
-    stop_token_ids: Annotated[list[int], FailFast(), Field(max_length=MAX_STOP_TOKEN_IDS)] | None = Field(
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=MAX_STOP_TOKEN_IDS)] | None = Field(
         None, description=f"a list of at most {MAX_STOP_TOKEN_IDS} token ids of the model's vocabulary"
     )
     ignore_eos: bool | None = Field(None, description="true or false")
@@ -142,7 +142,7 @@ class ChatMessage(WireModel):
 
 
 class ChatCompletionRequest(GenerationRequest):
-    messages: Annotated[list[ChatMessage], FailFast(), Field(min_length=1)] = Field(
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)] = Field(
         description="a list of at least one message"
     )
     max_tokens: int | None = Field(None, ge=1, description="an integer of at least 1")

@@ -41,7 +41,9 @@ class CompletionResponse(Answer):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | None = None  # of a stream: null until its last chunk, which alone carries it, and only if asked for
+    usage: Usage | None = (
+        None  # of a stream: null until its last chunk, which alone carries it, and only if asked for
+    )
 
 
 class TopLogprob(Answer):

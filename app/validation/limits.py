@@ -15,7 +15,9 @@ class Limits:
     default_max_tokens: int  # of a chat that names none
     max_prompts: int
 
-    def resolve_max_tokens(self, requested: int | None, prompt_tokens: int, *, default: int, param: str) -> int:
+    def resolve_max_tokens(
+        self, requested: int | None, prompt_tokens: int, *, default: int, param: str
+    ) -> int:
         """The tokens to generate after the longest prompt: what was asked, or the default, if the context has room.
 
         Raises ContextLengthExceeded, in OpenAI's words, which clients search for the figures. A prompt that is

@@ -20,9 +20,10 @@ def parse_body(model: type[Wire], body: bytes) -> Wire:
         return model.model_validate_json(body)
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=True)[0]
+    if found["type"] == "json_invalid":
+        raise InvalidRequest(f"The body must be JSON: {found['ctx']['error']}.", code="invalid_json")
     if not found["loc"]:
-        detail = found.get("ctx", {}).get("error", "this is something else")
-        raise InvalidRequest(f"The body must be a JSON object: {detail}.", code="invalid_json")
+        raise InvalidRequest(f"The body must be a JSON object, not {shown(found['input'])}.", code="invalid_type")
     fields = list(_fields_along(model, found["loc"]))
     param = path_of(loc for loc, _ in fields)
     if found["type"] == "missing":

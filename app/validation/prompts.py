@@ -97,7 +97,9 @@ def _encode(text: str, param: str, limits: Limits, tokenizer: Tokenizer) -> list
     _refuse_hopeless(text, param, limits, tokenizer)
     token_ids = tokenizer.encode_prompt(text)
     if not token_ids:
-        refuse(param, f"`{param}` must be a string with at least one token; the tokenizer makes nothing of it.")
+        refuse(
+            param, f"`{param}` must be a string with at least one token; the tokenizer makes nothing of it."
+        )
     return token_ids
 
 

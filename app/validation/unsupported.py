@@ -21,6 +21,16 @@ _BOTH: Neutral = {
     "service_tier": ("auto", "default"),
     "prediction": (),
     "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),  # without tools there is nothing to call
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "audio": (),
+    "modalities": (["text"],),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "web_search_options": (),
     # vLLM's and SGLang's
     "use_beam_search": (False,),
     "length_penalty": (1, 0),  # of beams, and there are none
@@ -53,6 +63,12 @@ _BOTH: Neutral = {
     "kv_transfer_params": ({},),
     "vllm_xargs": ({},),
     "lora_path": ("",),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template": ("",),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "mm_processor_kwargs": ({},),
     # llama.cpp's and others'
     "grammar": ("",),
     "num_beams": (1,),
@@ -69,27 +85,7 @@ _BOTH: Neutral = {
     "n_probs": (0,),
 }
 COMPLETION: Neutral = {**_BOTH, "top_logprobs": (0,), "add_special_tokens": (True,)}
-CHAT: Neutral = {
-    **_BOTH,
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),  # without tools there is nothing to call
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "audio": (),
-    "modalities": (["text"],),
-    "reasoning_effort": ("none",),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-    "echo": (False,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "add_special_tokens": (False,),
-    "chat_template": ("",),
-    "chat_template_kwargs": ({},),
-    "documents": ([],),
-    "mm_processor_kwargs": ({},),
-}
+CHAT: Neutral = {**_BOTH, "echo": (False,), "add_special_tokens": (False,)}
 STREAM_OPTIONS: Neutral = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
 MESSAGE: Neutral = {
     "tool_calls": ([],),

@@ -1,0 +1,202 @@
+"""From the tokens of a request, as they come, to the text of its choices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from app.validation import ValidRequest
+from model_runner.async_engine import RequestStream, Tokens
+from model_runner.errors import ServerFault
+from model_runner.tokenizer import IncrementalDetokenizer, StopStringMatcher, Tokenizer
+from model_runner.types import FinishReason, TokenLogprobs
+
+_LEAST_LOGPROB = -9999.0  # JSON has no -Infinity; the field writes this
+
+
+@dataclass(slots=True)
+class ScoredToken:
+    """One token with its log-probabilities, and where its text begins in the choice's text (in characters)."""
+
+    token_id: int
+    text_offset: int
+    logprob: float | None  # None for the first token of an echoed prompt
+    top: list[tuple[int, float]]  # likeliest first
+
+
+@dataclass(slots=True)
+class Delta:
+    """What became certain about one choice and has not been told yet."""
+
+    text: str = ""
+    scored: list[ScoredToken] = field(default_factory=list)
+    finish_reason: str | None = None  # "stop" | "length", once, at the end
+
+    def __bool__(self) -> bool:
+        return bool(self.text or self.scored or self.finish_reason)
+
+
+class ChoiceAssembler:
+    """Detokenises one choice, cuts it before the first stop string, and lines its log-probabilities up with the text.
+
+    A log-probability is told with the text that its token begins; one whose text may yet turn out to belong to a stop
+    string is held back as that text is.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, request: ValidRequest, prompt_index: int) -> None:
+        is_chat = not request.prompt_texts[prompt_index] and not request.echo
+        self._detokenizer = IncrementalDetokenizer(tokenizer, begins_text=is_chat)
+        self._matcher = StopStringMatcher(request.stops)
+        self._wants_scores = request.params.logprobs is not None
+        self._min_tokens = request.params.min_tokens
+        self._told = 0  # characters
+        self._detokenized = 0  # characters
+        self._held: list[ScoredToken] = []
+        self.tokens = 0  # generated up to the ending, the token that brought it about included
+        self.finish_reason: str | None = None
+
+    def echo(self, text: str, scored: list[ScoredToken]) -> Delta:
+        """The prompt, as the beginning of the choice's text. Stop strings are not looked for in it."""
+        self._told = self._detokenized = len(text)
+        return Delta(text, scored)
+
+    def push(self, event: Tokens) -> Delta:
+        """Tokens after the ending are ignored: the engine may have made some before it heard of it."""
+        if self.finish_reason is not None:
+            return Delta()
+        delta = Delta()
+        # A token that ended the choice by its id is a mark, not text.
+        stopped_by_id = event.finish_reason is FinishReason.STOP
+        visible = event.token_ids[:-1] if stopped_by_id else event.token_ids
+        logprobs = event.logprobs or []
+        for index, token_id in enumerate(visible):
+            self._push_token(token_id, logprobs[index] if self._wants_scores else None, delta)
+            if self.finish_reason is not None:
+                break
+        else:
+            self.tokens += stopped_by_id
+            if event.finish_reason is not None:
+                self._finish(event.finish_reason, delta)
+        self._told += len(delta.text)
+        self._release(delta)
+        delta.finish_reason = self.finish_reason
+        return delta
+
+    def _push_token(self, token_id: int, logprobs: TokenLogprobs | None, delta: Delta) -> None:
+        if logprobs is not None:
+            self._held.append(scored_token(logprobs, self._detokenized))
+        text = self._detokenizer.push((token_id,))
+        self.tokens += 1
+        self._detokenized += len(text)
+        if self.tokens < self._min_tokens:
+            delta.text += text
+        else:
+            self._match(text, delta)
+
+    def _match(self, text: str, delta: Delta) -> None:
+        result = self._matcher.push(text)
+        delta.text += result.text
+        if result.matched:
+            self.finish_reason = "stop"
+
+    def _finish(self, reason: FinishReason, delta: Delta) -> None:
+        if reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            raise ServerFault(f"The engine ended a choice with {reason.value}.")
+        self._match(self._detokenizer.flush(), delta)
+        if self.finish_reason is None:
+            rest = self._matcher.flush()
+            delta.text += rest.text
+            self.finish_reason = "stop" if rest.matched else reason.value
+        if self.finish_reason == reason.value:
+            delta.scored, self._held = self._held, []
+
+    def _release(self, delta: Delta) -> None:
+        """Tell the scores of tokens whose text has begun to be told."""
+        count = next(
+            (index for index, each in enumerate(self._held) if each.text_offset >= self._told),
+            len(self._held),
+        )
+        delta.scored += self._held[:count]
+        del self._held[:count]
+
+
+def scored_token(logprobs: TokenLogprobs, text_offset: int) -> ScoredToken:
+    top = [
+        (token_id, max(logprob, _LEAST_LOGPROB))
+        for token_id, logprob in zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)
+    ]
+    return ScoredToken(logprobs.token_id, text_offset, max(logprobs.logprob, _LEAST_LOGPROB), top)
+
+
+class RequestAssembly:
+    """All choices of a request. Choice j of prompt i is number i * n + j."""
+
+    def __init__(self, tokenizer: Tokenizer, request: ValidRequest, stream: RequestStream) -> None:
+        self._tokenizer = tokenizer
+        self._request = request
+        self._stream = stream
+        self.reset()
+
+    def reset(self) -> None:
+        """The request runs again from its beginning: forget what was collected."""
+        request = self._request
+        self._choices = [
+            ChoiceAssembler(self._tokenizer, request, prompt_index)
+            for prompt_index in range(len(request.prompts))
+            for _ in range(request.params.n)
+        ]
+        self._begun: set[int] = set()
+        self._prompt_scores: dict[int, list[TokenLogprobs]] = {}
+        self._waiting: dict[int, list[Tokens]] = {}  # for their prompt's scores, which come with choice 0
+
+    def push(self, event: Tokens) -> Iterator[tuple[int, Delta]]:
+        """What the event makes certain, by choice. Tells the engine of choices that a stop string has ended."""
+        prompt = event.prompt_index
+        if self._request.echo and self._request.params.prompt_logprobs is not None:
+            if event.prompt_logprobs is not None:
+                self._prompt_scores[prompt] = event.prompt_logprobs
+            elif prompt not in self._prompt_scores:
+                self._waiting.setdefault(prompt, []).append(event)
+                return
+        yield from self._push(event)
+        for later in self._waiting.pop(prompt, ()):
+            yield from self._push(later)
+
+    @property
+    def completion_tokens(self) -> int:
+        return 0 if self._request.scores_only else sum(choice.tokens for choice in self._choices)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(map(len, self._request.prompts))
+
+    def _push(self, event: Tokens) -> Iterator[tuple[int, Delta]]:
+        number = event.prompt_index * self._request.params.n + event.choice
+        choice = self._choices[number]
+        delta = Delta()
+        if number not in self._begun:
+            self._begun.add(number)
+            if self._request.echo:
+                delta = self._echo(choice, event.prompt_index)
+        if self._request.scores_only:
+            delta.finish_reason = FinishReason.LENGTH.value if event.finish_reason else None
+        else:
+            new = choice.push(event)
+            delta = Delta(delta.text + new.text, delta.scored + new.scored, new.finish_reason)
+            if new.finish_reason == "stop" and event.finish_reason is not FinishReason.STOP:
+                self._stream.stop(event.prompt_index, event.choice, choice.tokens)
+        if delta:
+            yield number, delta
+
+    def _echo(self, choice: ChoiceAssembler, prompt_index: int) -> Delta:
+        prompt = self._request.prompts[prompt_index]
+        text = self._request.prompt_texts[prompt_index] or self._tokenizer.decode(prompt)
+        if prompt_index not in self._prompt_scores:
+            return choice.echo(text, [])
+        detokenizer = IncrementalDetokenizer(self._tokenizer, begins_text=True)
+        scored = [ScoredToken(prompt[0], 0, None, [])]
+        offset = len(detokenizer.push(prompt[:1]))
+        for logprobs in self._prompt_scores[prompt_index]:
+            scored.append(scored_token(logprobs, offset))
+            offset += len(detokenizer.push((logprobs.token_id,)))
+        return choice.echo(text, scored)

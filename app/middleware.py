@@ -1,0 +1,80 @@
+"""What surrounds every request, as plain ASGI: its id, its key, and an answer even to what nobody foresaw."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import re
+import uuid
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.errors import error_response, unforeseen
+from model_runner.errors import InvalidAPIKey
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID = "x-request-id"
+_MAX_ID_CHARACTERS = 128
+_NOT_IN_AN_ID = re.compile(r"[^!-~]")  # printable ASCII without the space: it goes into headers and log lines
+
+
+class RequestContext:
+    """The outermost. Takes the client's `x-request-id` or makes one, and returns it with every answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = take_request_id(Headers(scope=scope).get(REQUEST_ID, ""))
+        scope.setdefault("state", {})["request_id"] = request_id
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            # The last place where a fault can still become an answer.
+            logger.exception("request %s: %s %s failed", request_id, scope["method"], scope["path"])
+            if started:
+                raise
+            await error_response(unforeseen(), request_id)(scope, receive, send_with_id)
+
+
+class Authentication:
+    """Guards /v1/* with keys, when there are any. Probes and metrics are open."""
+
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        guarded = scope["type"] == "http" and scope["path"].startswith("/v1/")
+        if self._keys and guarded and not self._holds_key(Headers(scope=scope).get("authorization", "")):
+            message = "A valid key is required: send `Authorization: Bearer KEY`."
+            response = error_response(InvalidAPIKey(message), scope["state"]["request_id"])
+            await response(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _holds_key(self, authorization: str) -> bool:
+        scheme, _, given = authorization.partition(" ")
+        # Every key is compared, each in constant time: how long it takes tells nothing.
+        matches = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
+        return scheme.lower() == "bearer" and any(matches)
+
+
+def take_request_id(given: str) -> str:
+    cleaned = _NOT_IN_AN_ID.sub("", given)[:_MAX_ID_CHARACTERS]
+    return cleaned or f"req-{uuid.uuid4().hex}"

@@ -1,0 +1,99 @@
+"""POST /v1/completions and POST /v1/chat/completions: the whole life of a request, as HTTP sees it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from app.assembly import RequestAssembly
+from app.errors import json_response
+from app.protocol.requests import ChatCompletionRequest, CompletionRequest
+from app.protocol.responses import ChatCompletionChunk, ChatCompletionResponse, CompletionResponse
+from app.responses import AnswerFormat, ChatFormat, CompletionFormat
+from app.routes.documentation import describe_call
+from app.routes.services import Services
+from app.streaming import EventStream, collect, while_connected
+from app.validation import Limits, ValidRequest, validate_chat, validate_completion
+from model_runner.async_engine import Submission
+from model_runner.errors import ClientError, LoadError
+from model_runner.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """How the two calls differ."""
+
+    validate: Callable[[bytes, Limits, Tokenizer], ValidRequest]
+    answer: type[AnswerFormat]
+    id_prefix: str
+    wire: tuple[type[BaseModel], type[BaseModel], type[BaseModel]]  # request, whole answer, chunk
+
+
+COMPLETION = Call(
+    validate_completion,
+    CompletionFormat,
+    "cmpl-",
+    (CompletionRequest, CompletionResponse, CompletionResponse),
+)
+CHAT = Call(
+    validate_chat,
+    ChatFormat,
+    "chatcmpl-",
+    (ChatCompletionRequest, ChatCompletionResponse, ChatCompletionChunk),
+)
+
+
+def completions_router(services: Services) -> APIRouter:
+    router = APIRouter(prefix="/v1", tags=["completions"])
+
+    @router.post("/completions", **describe_call(*COMPLETION.wire))
+    async def create_completion(request: Request) -> Response:
+        """Continue a prompt, or several."""
+        return await answer(COMPLETION, request, services)
+
+    @router.post("/chat/completions", **describe_call(*CHAT.wire))
+    async def create_chat_completion(request: Request) -> Response:
+        """Write the assistant's next message."""
+        return await answer(CHAT, request, services)
+
+    return router
+
+
+async def answer(call: Call, request: Request, services: Services) -> Response:
+    """Raises ClientError, LoadError, ServerFault: app.errors has the status of each."""
+    valid = await prepare(call, request, services)
+    request_id: str = request.state.request_id
+    unique = uuid.uuid4().hex
+    submission = Submission(
+        # A client may send the same x-request-id twice; the engine may not be.
+        request_id=request_id if request_id.startswith("req-") else f"{request_id}.{unique[:8]}",
+        prompts=valid.prompts,
+        params=valid.params,
+        streaming=valid.stream,
+    )
+    stream = services.engine.submit(submission)
+    assembly = RequestAssembly(services.tokenizer, valid, stream)
+    written = call.answer(call.id_prefix + unique, valid, services.tokenizer)
+    if valid.stream:
+        return EventStream(stream, assembly, written, request_id)
+    choices = len(valid.prompts) * valid.params.n
+    body = await while_connected(request.receive, stream, collect(stream, assembly, written, choices))
+    return json_response(body)
+
+
+async def prepare(call: Call, request: Request, services: Services) -> ValidRequest:
+    """What comes before the door. The door counts what it decides; what never reaches it is counted here."""
+    try:
+        with services.preparation.enter() as lease:
+            body = await lease.read_body(request)
+            work = partial(call.validate, body, services.limits, services.tokenizer)
+            return await services.preparation.run(work, len(body))
+    except (ClientError, LoadError) as error:
+        services.metrics.decided("rejected", error.reason.value, 0)
+        raise

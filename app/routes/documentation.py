@@ -1,0 +1,78 @@
+"""What the OpenAPI schema says of the routes. Bodies are read by app.preparation, not by FastAPI, so it is told here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from app.protocol.requests import ChatCompletionRequest, CompletionRequest
+from app.protocol.responses import ChatCompletionChunk, CompletionResponse, ErrorResponse
+
+_REF = "#/components/schemas/{model}"
+
+ERRORS = {
+    400: "The request is malformed, out of range, longer than the context, or larger than the KV cache.",
+    401: "No key, or a wrong one.",
+    404: "No such model.",
+    408: "The body did not arrive in time.",
+    413: "The body is over the limit.",
+    429: "No room in the queue, or the wait would be too long. Retry-After says when to come back.",
+    500: "A fault of the server.",
+    503: "Starting, restarting its engine, or shutting down. Retry-After says when to come back.",
+    504: "The deadline passed in the queue.",
+}
+RETRYABLE = (429, 503, 504)
+
+
+def describe_errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    return {status: _describe_error(status) for status in statuses}
+
+
+def describe_call(request: type[BaseModel], whole: type[BaseModel], chunk: type[BaseModel]) -> dict[str, Any]:
+    """Keyword arguments of a route that takes `request` and answers `whole`, or a stream of `chunk`s."""
+    answer = {
+        "model": whole,
+        "description": "The answer, or with `stream` a stream of chunks that ends with [DONE].",
+        "content": {"text/event-stream": {"schema": {"type": "string", "x-chunk": _ref(chunk)}}},
+    }
+    return {
+        "response_model": None,
+        "responses": {200: answer, **describe_errors(*ERRORS)},
+        "openapi_extra": {
+            "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(request)}}}
+        },
+    }
+
+
+def describe(app: FastAPI, *, has_keys: bool) -> dict[str, Any]:
+    """The schema of the whole server, the bodies of the calls included."""
+    schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+    bodies = (CompletionRequest, ChatCompletionRequest, CompletionResponse, ChatCompletionChunk)
+    _, definitions = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF)
+    components = schema.setdefault("components", {})
+    components["schemas"] = {**definitions["$defs"], **components.get("schemas", {})}
+    if has_keys:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        for path, operations in schema["paths"].items():
+            if path.startswith("/v1/"):
+                for operation in operations.values():
+                    operation["security"] = [{"key": []}]
+    return schema
+
+
+def _describe_error(status: int) -> dict[str, Any]:
+    described: dict[str, Any] = {"model": ErrorResponse, "description": ERRORS[status]}
+    if status in RETRYABLE:
+        described["headers"] = {
+            "Retry-After": {"description": "Whole seconds.", "schema": {"type": "integer"}},
+            "retry-after-ms": {"description": "Milliseconds.", "schema": {"type": "integer"}},
+        }
+    return described
+
+
+def _ref(model: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": _REF.format(model=model.__name__)}

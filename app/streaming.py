@@ -1,0 +1,149 @@
+"""Reading a request's stream to its end: into one answer, or into server-sent events as the tokens come.
+
+Whoever reads, watches the client too: the moment it hangs up, the request is aborted and its bytes are free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Coroutine, Iterable
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from app.assembly import Delta, RequestAssembly
+from app.errors import error_body, error_response, unforeseen
+from app.preparation import ClientDisconnected
+from app.responses import AnswerFormat, usage
+from model_runner.errors import PlimsollError
+from model_runner.request_stream import RequestStream, Restarted
+
+logger = logging.getLogger(__name__)
+
+CLIENT_DISCONNECTED = "client_disconnected"
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would gather the tokens otherwise
+]
+_DONE = b"data: [DONE]\n\n"
+
+T = TypeVar("T")
+
+
+async def while_connected(receive: Receive, stream: RequestStream, work: Coroutine[Any, Any, T]) -> T:
+    """`work`'s result. Raises ClientDisconnected when the client leaves first; however `work` is left, the request
+    has ended or is aborted.
+
+    `receive` must have no more of the body to give: what comes next is the disconnection.
+    """
+    worker = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnection(receive))
+    try:
+        await asyncio.wait((worker, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if not worker.done():
+            raise ClientDisconnected
+        return worker.result()
+    finally:
+        stream.abort(CLIENT_DISCONNECTED)  # after the end it does nothing
+        worker.cancel()
+        watcher.cancel()
+        await asyncio.gather(worker, watcher, return_exceptions=True)
+
+
+async def _disconnection(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def collect(
+    stream: RequestStream, assembly: RequestAssembly, answer: AnswerFormat, choices: int
+) -> Any:
+    """The whole answer's body. Raises what iterating the stream raises."""
+    collected = [Delta() for _ in range(choices)]
+    texts: list[list[str]] = [[] for _ in range(choices)]
+    async for event in stream:
+        if isinstance(event, Restarted):
+            assembly.reset()
+            collected = [Delta() for _ in range(choices)]
+            texts = [[] for _ in range(choices)]
+            continue
+        for index, delta in assembly.push(event):
+            texts[index].append(delta.text)
+            collected[index].scored += delta.scored
+            collected[index].finish_reason = delta.finish_reason
+    for choice, parts in zip(collected, texts, strict=True):
+        choice.text = "".join(parts)
+    return answer.whole(collected, usage(assembly.prompt_tokens, assembly.completion_tokens))
+
+
+class EventStream(Response):
+    """A stream of server-sent events. No header leaves before the first token, so that until then every error has its
+    own status; after it, an error is a last event in the usual shape, without [DONE].
+    """
+
+    def __init__(
+        self, stream: RequestStream, assembly: RequestAssembly, answer: AnswerFormat, request_id: str
+    ) -> None:
+        super().__init__()
+        self._stream = stream
+        self._assembly = assembly
+        self._answer = answer
+        self._request_id = request_id
+        self._started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_connected(receive, self._stream, self._send_all(send))
+        except ClientDisconnected:
+            return
+        except PlimsollError as error:
+            await self._send_error(error, scope, receive, send)
+        except Exception as error:
+            if not self._started:
+                raise  # answered as every other fault is
+            logger.exception(
+                "request %s failed in the middle of its stream", self._request_id, exc_info=error
+            )
+            await self._send_error(unforeseen(), scope, receive, send)
+
+    async def _send_all(self, send: Send) -> None:
+        async with aclosing(self._chunks()) as batches:
+            async for chunks in batches:
+                if not self._started:
+                    self._started = self._stream.delivered = True
+                    await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+                await send({"type": "http.response.body", "body": encode_events(chunks), "more_body": True})
+        await send({"type": "http.response.body", "body": _DONE, "more_body": False})
+
+    async def _chunks(self) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """Batches of chunks, each of which goes out in one piece."""
+        begun: set[int] = set()
+        async for event in self._stream:
+            if isinstance(event, Restarted):
+                self._assembly.reset()
+                continue
+            batch = []
+            for index, delta in self._assembly.push(event):
+                batch += self._answer.chunks(index, delta, first=index not in begun)
+                begun.add(index)
+            if batch:
+                yield batch
+        if self._answer.include_usage:
+            counted = usage(self._assembly.prompt_tokens, self._assembly.completion_tokens)
+            yield [self._answer.usage_chunk(counted)]
+
+    async def _send_error(self, error: PlimsollError, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._started:
+            event = encode_events([error_body(error, self._request_id)])
+            await send({"type": "http.response.body", "body": event, "more_body": False})
+        else:
+            await error_response(error, self._request_id)(scope, receive, send)
+
+
+def encode_events(bodies: Iterable[object]) -> bytes:
+    return b"".join(b"data: %b\n\n" % msgspec.json.encode(body) for body in bodies)
