@@ -3,15 +3,11 @@ from __future__ import annotations
 import pytest
 
 from model_runner.core.block_pool import FREED, BlockLease, BlockPool, BlockTables
-from model_runner.core.kv_spec import KVCacheSpec, LayerGroup
+from tests.model_runner.core.fake_runner import spec_with
 
 
 def make_tables(windows: list[int | None], block_size: int = 4, reserved: int = 100) -> BlockTables:
-    groups = tuple(
-        LayerGroup("full" if window is None else "sliding", (layer,), 1, 1, window)
-        for layer, window in enumerate(windows)
-    )
-    return BlockTables(KVCacheSpec(groups, block_size, 2), BlockLease(BlockPool(100), reserved))
+    return BlockTables(spec_with(windows, block_size), BlockLease(BlockPool(100), reserved))
 
 
 def test_blocks_come_and_go() -> None:
