@@ -112,8 +112,8 @@ class KVCacheSpec:
 
         A choice's lifetime is `prompt_tokens + max_tokens - 1` tokens (the last one drawn is never written),
         E blocks of each group; the F full blocks of the prompt are shared by the choices, and the other E - F
-        are each one's own. For n > 1 choices that end in the block that the prompt began this is an upper bound,
-        by less than n blocks of a group; in all other cases it is what is held at the peak.
+        are each one's own. For n > 1 choices that end in the block that the prompt began this is an upper
+        bound, by less than n blocks of a group; in all other cases it is what is held at the peak.
 
         - A full group keeps all: F + n·(E - F).
         - In a sliding group no choice ever needs more than `cap` blocks: o of its own and, while the window

@@ -1,6 +1,7 @@
-"""A runner without a model, whose KV cache is nevertheless real: it writes every token into the blocks that it
-was told to, reads the window of every position back through the block tables, and refuses to go on when what
-it reads is not the sequence's history."""
+"""A runner without a model, whose KV cache is nevertheless real: it writes every token into the blocks it was
+told to, reads the window of every position back through the block tables, and refuses to go on when what it
+reads is not the sequence's history.
+"""
 
 from __future__ import annotations
 

@@ -242,9 +242,8 @@ class AnyOrder(RuleBasedStateMachine):
             assert got == alone[: len(got)]
 
     def _mark_aborted(self, request_id: str, choices: range | list[int]) -> None:
-        self.aborted |= {
-            (request_id, choice) for choice in choices if (request_id, choice) not in self.finished
-        }
+        keys = {(request_id, choice) for choice in choices}
+        self.aborted |= keys - self.finished.keys()
 
     def _take(self, result: StepResult) -> None:
         for output in result.outputs:
