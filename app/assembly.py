@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -39,8 +40,8 @@ class Delta:
 class ChoiceAssembler:
     """Detokenises one choice, cuts it before the first stop string, and lines its log-probabilities up with the text.
 
-    A log-probability is told with the text that its token begins; one whose text may yet turn out to belong to a stop
-    string is held back as that text is.
+    A log-probability is told when all of its token's text is: of a token that may yet turn out to belong to a stop string,
+    in whole or in part, nothing is told.
     """
 
     def __init__(self, tokenizer: Tokenizer, request: ValidRequest, prompt_index: int) -> None:
@@ -52,6 +53,7 @@ class ChoiceAssembler:
         self._told = 0  # characters
         self._detokenized = 0  # characters
         self._held: list[ScoredToken] = []
+        self._ends: list[int] = []  # where the held tokens' text ends; shorter while a character is incomplete
         self.tokens = 0  # generated up to the ending, the token that brought it about included
         self.finish_reason: str | None = None
 
@@ -88,6 +90,8 @@ class ChoiceAssembler:
         text = self._detokenizer.push((token_id,))
         self.tokens += 1
         self._detokenized += len(text)
+        if text:
+            self._ends += [self._detokenized] * (len(self._held) - len(self._ends))
         if self.tokens < self._min_tokens:
             delta.text += text
         else:
@@ -108,16 +112,13 @@ class ChoiceAssembler:
             delta.text += rest.text
             self.finish_reason = "stop" if rest.matched else reason.value
         if self.finish_reason == reason.value:
-            delta.scored, self._held = self._held, []
+            delta.scored, self._held, self._ends = self._held, [], []
 
     def _release(self, delta: Delta) -> None:
-        """Tell the scores of tokens whose text has begun to be told."""
-        count = next(
-            (index for index, each in enumerate(self._held) if each.text_offset >= self._told),
-            len(self._held),
-        )
+        """Tell the scores of the tokens whose text is told."""
+        count = bisect_right(self._ends, self._told)
         delta.scored += self._held[:count]
-        del self._held[:count]
+        del self._held[:count], self._ends[:count]
 
 
 def scored_token(logprobs: TokenLogprobs, text_offset: int) -> ScoredToken:

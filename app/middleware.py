@@ -71,7 +71,7 @@ class Authentication:
     def _holds_key(self, authorization: str) -> bool:
         scheme, _, given = authorization.partition(" ")
         # Every key is compared, each in constant time: how long it takes tells nothing.
-        matches = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
+        matches = [hmac.compare_digest(given.strip().encode("latin-1"), key) for key in self._keys]
         return scheme.lower() == "bearer" and any(matches)
 
 
