@@ -49,7 +49,7 @@ def serve(settings: Settings) -> int:
     logs.configure(settings.log_level, settings.log_format)
     disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double the series of every counter and histogram
     sockets = bind(settings.host, settings.port)
-    with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=uvicorn.Config("", log_config=None).get_loop_factory()) as runner:
         return runner.run(_serve(settings, sockets))
 
 
@@ -127,7 +127,7 @@ async def _listening(app: FastAPI, sockets: Sequence[socket.socket]) -> AsyncIte
     """Open on entry; on exit, answers that are on their way get a few seconds to arrive."""
     config = uvicorn.Config(
         app,
-        lifespan="off",
+        lifespan="on",
         ws="none",
         log_config=None,
         access_log=False,

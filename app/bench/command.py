@@ -33,7 +33,7 @@ def bench(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     except BenchError as error:
         print(f"plimsoll bench: {error}", file=sys.stderr)
         return 1
-    with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=uvicorn.Config("", log_config=None).get_loop_factory()) as runner:
         measurements = runner.run(_measure_all(options, model, roofline))
     _write(options, _about(options, model), measurements, roofline)
     return 0 if any(each.completed for each in measurements) else 1

@@ -139,7 +139,7 @@ class BenchOptions:
         switch=True,
         shown="off",
         help="Measure this machine's read bandwidth too, and give tokens/s in units of R = bandwidth / "
-        "weights: what one sequence at a time could reach at most. For a server on this machine, without a GPU.",
+        "weights: what one sequence at a time could reach at most. For a server on this machine, on its CPU.",
     )
     weights_bytes: int = option(
         0,
@@ -166,7 +166,7 @@ OPTIONS = options_of(BenchOptions)
 
 _DESCRIPTION = """\
 Send completions to any OpenAI-compatible server and report output tokens per second, time to first token
-(TTFT), time between tokens (ITL) and end-to-end time as clients see them, and errors by kind. Nothing is retried."""
+(TTFT), time between tokens (ITL) and end-to-end time as clients see them, and errors by kind. No retries."""
 
 _EPILOG = """\
 examples:
