@@ -143,6 +143,7 @@ class Kernels:
     """The kernels as functions of tensors. All tensors are on the CPU; sums are float32."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        self.dtypes = frozenset(_SUFFIXES)
         self.has_linear = bool(library.plimsoll_linear_supported())
         self._write_kv = _function(library, "plimsoll_write_kv", c_void_p)
         self._linear = _function(library, "plimsoll_linear", c_void_p)

@@ -1,0 +1,70 @@
+"""Makes a loaded model fast on the machine it is on, by what the machine has."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from model_runner.worker import fused
+from model_runner.worker.attention import PagedAttention, torch_paged_attention
+from model_runner.worker.linear import pack_linears
+from model_runner.worker.native import Kernels, load_kernels
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """How a model will be run."""
+
+    description: str  # a few words for the log
+    attention: PagedAttention  # for the ModelRunner
+
+
+@torch.inference_mode()
+def accelerate(
+    model: nn.Module,
+    attention_modules: Sequence[nn.Module],
+    *,
+    cache_dir: str | os.PathLike[str],
+    mode: Literal["auto", "off"] | str = "auto",
+) -> Execution:
+    """Swap parts of `model`, in place, for faster ones that compute the same; its plain weights are let go.
+
+    `attention_modules` are the model's, set to the block-paged implementation; they stay the same objects. Call it
+    once, after loading and before the ModelRunner is made. Compiled kernels are kept in `cache_dir`. With `mode`
+    "off", or without a C++ compiler, the weights are still packed by oneDNN where that helps; on another device than
+    a CPU nothing is done.
+    """
+    parameter = next(model.parameters())
+    if parameter.device.type != "cpu":
+        return Execution(f"eager on {parameter.device.type}, torch attention", torch_paged_attention)
+    kernels = load_kernels(cache_dir) if mode != "off" else None
+    if kernels is None or parameter.dtype not in kernels.dtypes:
+        packed = pack_linears(model, None)
+        return Execution(f"eager, torch attention{_weights(packed, 'oneDNN')}", torch_paged_attention)
+    fused_modules = _fuse(model, attention_modules, kernels)
+    packed = pack_linears(model, kernels)
+    description = f"eager, native attention, {fused_modules} fused modules"
+    packer = "native" if kernels.has_linear else "oneDNN"
+    return Execution(description + _weights(packed, packer), kernels.paged_attention)
+
+
+def _fuse(model: nn.Module, attention_modules: Sequence[nn.Module], kernels: Kernels) -> int:
+    counts = (
+        fused.fuse_attentions(list(attention_modules), kernels),
+        fused.fuse_mlps(model, kernels),
+        fused.fuse_norms(model, kernels),
+    )
+    logger.info("fused %d attentions, %d feed-forwards, %d norms", *counts)
+    return sum(counts)
+
+
+def _weights(packed: int, packer: str) -> str:
+    return f", {packed} weights packed ({packer})" if packed else ""

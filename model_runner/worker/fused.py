@@ -1,0 +1,242 @@
+"""Native counterparts of the modules that decoder layers are made of.
+
+A counterpart takes a module's place only after both were run on the same random numbers and agreed. So a model is
+recognised by what its modules compute, not by its name, and what is not recognised stays transformers' own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from model_runner.worker.attention import LAYER_ATTRIBUTE, PagedLayer
+from model_runner.worker.linear import NativeLinear, interleave_gated
+from model_runner.worker.native import Kernels
+
+logger = logging.getLogger(__name__)
+
+_CHECK_TOKENS = 5
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # of the largest value
+
+
+class NativeRMSNorm(nn.Module):
+    """x / rms(x) · weight over the last dimension."""
+
+    weight: Tensor
+
+    def __init__(self, kernels: Kernels, weight: Tensor, eps: float, *, round_first: bool) -> None:
+        super().__init__()
+        self._kernels = kernels
+        self._eps = eps
+        self._round_first = round_first
+        self.register_buffer("weight", weight.float().contiguous())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._kernels.rms_norm(x, self.weight, self._eps, round_first=self._round_first)
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) · up(x)), gate and up in one product."""
+
+    def __init__(self, kernels: Kernels, mlp: nn.Module) -> None:
+        super().__init__()
+        gate, up, down = _linears(mlp, "gate_proj", "up_proj", "down_proj")
+        bias = None if gate.bias is None else interleave_gated(gate.bias.detach(), up.bias.detach())
+        weight = interleave_gated(gate.weight.detach(), up.weight.detach())
+        self.gate_up = NativeLinear(kernels, weight, bias, gated=True)
+        self.down = NativeLinear(kernels, down.weight.detach(), down.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        down: Tensor = self.down(self.gate_up(x))
+        return down
+
+    @staticmethod
+    def fits(kernels: Kernels, mlp: nn.Module) -> bool:
+        names = ("gate_proj", "up_proj", "down_proj")
+        if not all(NativeLinear.fits(kernels, getattr(mlp, name, None)) for name in names):  # type: ignore[arg-type]
+            return False
+        gate, up, _ = _linears(mlp, *names)
+        return gate.out_features % 16 == 0 and (gate.bias is None) == (up.bias is None)
+
+
+class FusedAttention:
+    """The forward of an attention module: one product for queries, keys and values, which are rotated in place.
+
+    Set as the module's own `forward`, because the module is what its part of the cache is bound to.
+    """
+
+    def __init__(self, kernels: Kernels, module: nn.Module, *, rotary: bool) -> None:
+        self._kernels = kernels
+        self._module = module
+        self._head_dim: int = module.head_dim  # type: ignore[assignment]
+        self._scale: float = module.scaling  # type: ignore[assignment]
+        self._rotary = rotary
+        query, key, value, output = _linears(module, *_PROJECTIONS)
+        self._query_heads = query.out_features // self._head_dim
+        self._kv_heads = key.out_features // self._head_dim
+        projections = (query, key, value)
+        bias = None if query.bias is None else torch.cat([p.bias.detach() for p in projections])
+        self.qkv = NativeLinear(kernels, torch.cat([p.weight.detach() for p in projections]), bias)
+        self.output = NativeLinear(kernels, output.weight.detach(), output.bias)
+
+    def __call__(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None, **_: Any
+    ) -> tuple[Tensor, None]:
+        heads = self._query_heads, self._kv_heads, self._kv_heads
+        mixed: Tensor = self.qkv(hidden_states[0])
+        if self._rotary:
+            assert position_embeddings is not None
+            cosine, sine = position_embeddings
+            rotated = self._query_heads + self._kv_heads
+            self._kernels.rotate(mixed, cosine[0], sine[0], rotated, self._head_dim)
+        query, key, value = mixed.unflatten(1, (-1, self._head_dim)).split(heads, dim=1)
+        layer: PagedLayer = getattr(self._module, LAYER_ATTRIBUTE)
+        attended = layer(query, key, value, scale=self._scale, softcap=None, sinks=None)
+        output: Tensor = self.output(attended.flatten(1))
+        return output[None], None
+
+    def install(self) -> None:
+        for name in _PROJECTIONS:
+            delattr(self._module, name)
+        self._module.qkv_proj, self._module.out_proj = self.qkv, self.output
+        self._module.forward = self  # type: ignore[assignment]
+
+    @staticmethod
+    def fits(kernels: Kernels, module: nn.Module) -> bool:
+        if not all(NativeLinear.fits(kernels, getattr(module, name, None)) for name in _PROJECTIONS):  # type: ignore[arg-type]
+            return False
+        query, key, value, _ = _linears(module, *_PROJECTIONS)
+        biases = {p.bias is None for p in (query, key, value)}
+        head_dim = getattr(module, "head_dim", None)
+        return (
+            isinstance(head_dim, int)
+            and isinstance(getattr(module, "scaling", None), float)
+            and len(biases) == 1
+            and key.out_features == value.out_features
+            and query.out_features % head_dim == 0
+        )
+
+
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def fuse_norms(model: nn.Module, kernels: Kernels) -> int:
+    """Swap the RMS norms, Llama's kind and Gemma's, in place. Returns how many were."""
+    fused = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child).__name__.endswith("RMSNorm") and (native := _native_norm(kernels, child)):
+                setattr(parent, name, native)
+                fused += 1
+    return fused
+
+
+def _native_norm(kernels: Kernels, norm: nn.Module) -> NativeRMSNorm | None:
+    weight = getattr(norm, "weight", None)
+    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(eps, float):
+        return None
+    weight = weight.detach()
+    x = _random(_CHECK_TOKENS, weight.shape[0], like=weight)
+    expected = norm(x)
+    candidates = [
+        NativeRMSNorm(kernels, weight, eps, round_first=True),
+        NativeRMSNorm(kernels, weight, eps, round_first=False),
+        NativeRMSNorm(kernels, 1.0 + weight.float(), eps, round_first=False),
+    ]
+    best = min(candidates, key=lambda candidate: _error(candidate(x), expected))
+    return best if _agree(best(x), expected) else None
+
+
+def fuse_mlps(model: nn.Module, kernels: Kernels) -> int:
+    """Swap the silu-gated feed-forward modules, in place. Returns how many were."""
+    fused = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if not GatedMLP.fits(kernels, child):
+                continue
+            native = GatedMLP(kernels, child)
+            weight = child.gate_proj.weight  # type: ignore[union-attr]
+            x = _random(_CHECK_TOKENS, weight.shape[1], like=weight)  # type: ignore[union-attr, arg-type, index]
+            if _agree(native(x), child(x)):
+                setattr(parent, name, native)
+                fused += 1
+    return fused
+
+
+def fuse_attentions(modules: list[nn.Module], kernels: Kernels) -> int:
+    """Give the attention modules of Llama's kind the fused forward. Returns how many were."""
+    fused = 0
+    for module in modules:
+        if not FusedAttention.fits(kernels, module):
+            continue
+        with _stand_in_layer(module):
+            fitting = _fitting_attention(kernels, module)
+        if fitting is not None:
+            fitting.install()
+            fused += 1
+    return fused
+
+
+def _fitting_attention(kernels: Kernels, module: nn.Module) -> FusedAttention | None:
+    weight = module.q_proj.weight  # type: ignore[union-attr]
+    x = _random(1, _CHECK_TOKENS, weight.shape[1], like=weight)  # type: ignore[union-attr, arg-type, index]
+    # Unlike any real angle's, so that a rotation of another kind can't agree by accident.
+    embeddings = tuple(
+        _random(1, _CHECK_TOKENS, module.head_dim, like=weight)  # type: ignore[arg-type]
+        for _ in range(2)
+    )
+    arguments = {"hidden_states": x, "position_embeddings": embeddings, "attention_mask": None}
+    try:
+        expected = module(**arguments)[0]
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        logger.debug("%s is not of Llama's kind: %s", type(module).__name__, error)
+        return None
+    for rotary in (True, False):
+        candidate = FusedAttention(kernels, module, rotary=rotary)
+        if _agree(candidate(**arguments)[0], expected):  # type: ignore[arg-type]
+            return candidate
+    return None
+
+
+@contextmanager
+def _stand_in_layer(module: nn.Module) -> Iterator[None]:
+    """A layer without a cache, whose output shows everything that it was given."""
+
+    def layer(
+        query: Tensor, key: Tensor, value: Tensor, *, scale: float, softcap: float | None, sinks: Tensor | None
+    ) -> Tensor:
+        share = query.shape[1] // key.shape[1]
+        shown = query * (8 * scale) + key.repeat_interleave(share, 1) - value.repeat_interleave(share, 1)
+        if softcap is not None:
+            shown = shown * softcap
+        return shown if sinks is None else shown + sinks[:, None]
+
+    setattr(module, LAYER_ATTRIBUTE, layer)
+    try:
+        yield
+    finally:
+        delattr(module, LAYER_ATTRIBUTE)
+
+
+def _linears(module: nn.Module, *names: str) -> list[nn.Linear]:
+    return [getattr(module, name) for name in names]
+
+
+def _random(*shape: int, like: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(*shape, generator=generator).to(like.dtype)
+
+
+def _error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.float() - expected.float()).abs().max())
+
+
+def _agree(actual: Tensor, expected: Tensor) -> bool:
+    scale = float(expected.float().abs().max())
+    return actual.shape == expected.shape and _error(actual, expected) <= _TOLERANCE[expected.dtype] * scale

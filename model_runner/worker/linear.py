@@ -1,0 +1,96 @@
+"""Linear layers whose weights are laid out once, at load, in the order in which the products read them.
+
+Two kinds: Plimsoll's own kernel for bfloat16 where it was compiled for the CPU, and oneDNN's packed form, which
+needs no compiler. Each layer's plain weights are let go as soon as it is packed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from model_runner.worker.native import PANEL_OUTPUTS, Kernels, pack_panels
+
+# oneDNN lays the weights out for a number of rows; this one is good from one row to hundreds.
+_ONEDNN_ROWS = 32
+
+
+class NativeLinear(nn.Module):
+    """x · Wᵀ + b in bfloat16 by `Kernels.linear`. `gated`: silu(x · Gᵀ) * (x · Uᵀ), see `interleave_gated`."""
+
+    panels: Tensor
+    bias: Tensor | None
+
+    def __init__(self, kernels: Kernels, weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> None:
+        """weight [N, K] bfloat16, bias [N]."""
+        super().__init__()
+        self._kernels = kernels
+        self._outputs = weight.shape[0]
+        self._gated = gated
+        self.register_buffer("panels", pack_panels(weight))
+        padding = (0, -self._outputs % PANEL_OUTPUTS)
+        self.register_buffer("bias", None if bias is None else nn.functional.pad(bias.float(), padding))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._kernels.linear(x, self.panels, self.bias, self._outputs, gated=self._gated)
+
+    @staticmethod
+    def fits(kernels: Kernels | None, linear: nn.Module) -> bool:
+        return (
+            kernels is not None
+            and kernels.has_linear
+            and type(linear) is nn.Linear
+            and linear.weight.dtype == torch.bfloat16
+            and linear.in_features % 2 == 0
+        )
+
+
+class OneDNNLinear(nn.Module):
+    """x · Wᵀ + b with the weights in oneDNN's own layout."""
+
+    bias: Tensor | None
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _ONEDNN_ROWS)
+        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
+        return product
+
+    @staticmethod
+    def fits(linear: nn.Module) -> bool:
+        return (
+            type(linear) is nn.Linear
+            and linear.weight.dtype == torch.bfloat16
+            and torch.backends.mkldnn.is_available()
+            and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        )
+
+
+def interleave_gated(gate: Tensor, up: Tensor) -> Tensor:
+    """[N, ...] and [N, ...] -> [2 N, ...]: sixteen of the one, sixteen of the other, as a gated product reads them.
+
+    N is a multiple of 16.
+    """
+    half = PANEL_OUTPUTS // 2
+    pairs = torch.stack([gate.unflatten(0, (-1, half)), up.unflatten(0, (-1, half))], dim=1)
+    return pairs.flatten(0, 2)
+
+
+def pack_linears(model: nn.Module, kernels: Kernels | None) -> int:
+    """Swap every nn.Linear that can be packed, in place. Returns how many were."""
+    packed = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if NativeLinear.fits(kernels, child):
+                assert kernels is not None
+                setattr(parent, name, NativeLinear(kernels, child.weight.detach(), child.bias))
+            elif OneDNNLinear.fits(child):
+                assert isinstance(child, nn.Linear)
+                setattr(parent, name, OneDNNLinear(child))
+            else:
+                continue
+            packed += 1
+    return packed
