@@ -1,11 +1,10 @@
-"""Composition root of the engine process, and the only importer of worker/: from an EngineConfig to an engine."""
+"""Composition root of the engine process, and the only importer of worker/."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -18,6 +17,8 @@ from model_runner.engine_process import BuiltEngine
 from model_runner.errors import DoesNotFit
 from model_runner.messages import ModelInfo
 from model_runner.worker import machine, memory, warmup
+from model_runner.worker.accelerate import accelerate
+from model_runner.worker.attention import PagedAttention
 from model_runner.worker.kv_cache import allocate_kv_cache
 from model_runner.worker.loader import Source, load_model, read_source, weights_bytes
 from model_runner.worker.memory import Plan, mib
@@ -42,12 +43,21 @@ class _Choices:
     num_threads: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A model with its weights, made as fast as this machine can."""
+
+    model: nn.Module
+    attention_modules: list[nn.Module]
+    attention: PagedAttention
+
+
 def build_engine(
     config: EngineConfig, on_progress: OnProgress, on_planned: Callable[[ModelInfo], None]
 ) -> BuiltEngine:
     """Load the model, size and allocate its cache, and warm it up.
 
-    `on_planned` gets the prices and the budget as soon as they are known: on a CPU that is before the weights are
+    `on_planned` gets the prices and the budget as soon as they are known: on a CPU, before the weights are
     read. Raises StartupError with a message for the person who started the server.
     """
     chosen = _choose(config, on_progress)
@@ -60,11 +70,13 @@ def build_engine(
         chosen.source, chosen.dtype, chosen.device, lambda fraction: on_progress("reading weights", fraction)
     )
     modules = attention_modules(model, chosen.spec)
+    execution = accelerate(model, modules, cache_dir=config.cache_dir, mode=config.compile)
+    loaded = _Loaded(model, modules, execution.attention)
     if not on_cpu:
-        plan = _plan_on_cuda(config, chosen, model, modules)
+        plan = _plan_on_cuda(config, chosen, loaded)
         on_planned(_model_info(chosen, plan))
     on_progress("warming up", 0.0)
-    runner = _make_runner(chosen, model, modules, plan.blocks_total)
+    runner = _make_runner(chosen, loaded, plan.blocks_total)
     measured = {
         "decode_step_seconds": warmup.measure_decode_seconds(runner, chosen.spec, plan.blocks_total),
         "prefill_tokens_per_second": warmup.measure_prefill_rate(
@@ -83,7 +95,7 @@ def build_engine(
         eos_token_ids=info.eos_token_ids,
         max_model_len=plan.max_model_len,
     )
-    return BuiltEngine(core=core, model=info, execution="eager, torch attention", **measured)
+    return BuiltEngine(core=core, model=info, execution=execution.description, **measured)
 
 
 def _choose(config: EngineConfig, on_progress: OnProgress) -> _Choices:
@@ -112,25 +124,23 @@ def _plan_on_cpu(config: EngineConfig, chosen: _Choices) -> Plan:
     if kv_bytes is None:
         share = memory.cpu_kv_bytes(config, available, chosen.weights_bytes)
         longest = memory.plan(config, chosen.spec, share, context).max_model_len
-        kv_bytes = min(share, memory.most_useful_bytes(config, chosen.spec, longest))
+        kv_bytes = min(share, memory.ample_kv_bytes(config, chosen.spec, longest))
     elif chosen.weights_bytes + kv_bytes > available:
         raise DoesNotFit(
-            f"The weights ({mib(chosen.weights_bytes)}) and --kv-cache-memory {mib(kv_bytes)} together are more "
-            f"than the {mib(available)} of memory available."
+            f"The weights ({mib(chosen.weights_bytes)}) and --kv-cache-memory {mib(kv_bytes)} together are "
+            f"more than the {mib(available)} of memory available."
         )
     return memory.plan(config, chosen.spec, kv_bytes, context)
 
 
-def _plan_on_cuda(
-    config: EngineConfig, chosen: _Choices, model: nn.Module, modules: list[nn.Module]
-) -> Plan:
-    """Give the cache what the device has left beside the weights and a worst-case forward, which is run to see."""
+def _plan_on_cuda(config: EngineConfig, chosen: _Choices, loaded: _Loaded) -> Plan:
+    """Give the cache what the device has left beside the weights and a worst-case forward, which is run."""
     kv_bytes = config.kv_cache_memory_bytes
     if kv_bytes is None:
         spec, device = chosen.spec, chosen.device
         blocks = -(-config.max_num_batched_tokens // spec.block_size)
         torch.cuda.reset_peak_memory_stats(device)
-        runner = _make_runner(chosen, model, modules, blocks)
+        runner = _make_runner(chosen, loaded, blocks)
         warmup.run_worst_case(runner, spec, blocks, config.max_num_batched_tokens, config.max_num_seqs)
         peak = torch.cuda.max_memory_allocated(device) - blocks * spec.block_bytes
         del runner
@@ -141,17 +151,17 @@ def _plan_on_cuda(
         if kv_bytes <= 0:
             raise DoesNotFit(
                 f"Nothing is left for the KV cache: of {mib(total)} on {device}, --gpu-memory-utilization "
-                f"{config.gpu_memory_utilization} allows {mib(int(total * config.gpu_memory_utilization))}; the "
-                f"weights and a forward pass take {mib(peak)}, other processes {mib(others)}."
+                f"{config.gpu_memory_utilization} allows {mib(int(total * config.gpu_memory_utilization))}; "
+                f"the weights and a forward pass take {mib(peak)}, other processes {mib(others)}."
             )
     return memory.plan(config, chosen.spec, kv_bytes, chosen.source.context)
 
 
-def _make_runner(
-    chosen: _Choices, model: nn.Module, modules: list[nn.Module], blocks_total: int
-) -> ModelRunner:
+def _make_runner(chosen: _Choices, loaded: _Loaded, blocks_total: int) -> ModelRunner:
     kv_cache = allocate_kv_cache(chosen.spec, blocks_total, chosen.dtype, chosen.device)
-    return ModelRunner(model, modules, chosen.spec, kv_cache, Sampler())
+    return ModelRunner(
+        loaded.model, loaded.attention_modules, chosen.spec, kv_cache, Sampler(), loaded.attention
+    )
 
 
 def _model_info(chosen: _Choices, plan: Plan) -> ModelInfo:

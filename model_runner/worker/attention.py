@@ -1,8 +1,8 @@
-"""Attention over the block-paged cache, and its registration as one of transformers' attention implementations.
+"""Attention over the block-paged cache, registered as one of transformers' attention implementations.
 
-Models are transformers' own; all that Plimsoll changes in them is the function their attention layers call. That
-function writes the step's keys and values into blocks and attends through block tables. It sees one packed batch:
-`T` tokens of `S` sequences, one after the other, of any lengths.
+Models are transformers' own; all that Plimsoll changes in them is the function their attention layers call.
+That function writes the step's keys and values into blocks and attends through block tables. It sees one
+packed batch: `T` tokens of `S` sequences, one after the other, of any lengths.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from model_runner.core.kv_spec import KVCacheSpec
 
 IMPLEMENTATION = "plimsoll_paged"
-_LAYER_ATTRIBUTE = "plimsoll_layer"
+LAYER_ATTRIBUTE = "plimsoll_layer"
 # Scores held at once by the paths that materialise them, in elements.
 _MAX_SCORES = 1 << 24
 
@@ -27,12 +27,13 @@ _MAX_SCORES = 1 << 24
 class AttentionMetadata:
     """Where the packed tokens of one step belong. Integer tensors, on the model's device."""
 
-    query_start_loc: Tensor  # [S + 1] int32: sequence s owns the packed rows query_start_loc[s] … [s + 1] - 1
+    query_start_loc: Tensor  # [S + 1] int32: sequence s owns the packed rows [s] … [s + 1] - 1
     seq_lens: Tensor  # [S] int32: tokens in the cache after this step's are written
-    block_tables: Tensor  # [groups, S, max_blocks] int32, freed and padding entries are 0 (and never attended to)
+    block_tables: (
+        Tensor  # [groups, S, max_blocks] int32, freed and padding entries are 0 (and never attended to)
+    )
     slot_mapping: Tensor  # [groups, T] int64: block · block_size + offset of each token
-    # The same facts for host code: (first row, rows, tokens in the cache) of each sequence that runs more than one
-    # token, and the indices of those that run exactly one.
+    # The same facts, sorted: the sequences that run several tokens, and those that run exactly one.
     prefills: list[tuple[int, int, int, int]]  # (sequence, first row, rows, tokens in the cache)
     decode_sequences: Tensor  # [D] int64
     decode_rows: Tensor  # [D] int64
@@ -59,8 +60,8 @@ class PagedAttention(Protocol):
     ) -> Tensor:
         """query [T, Hq, D]; key, value [T, Hkv, D]; caches [blocks, Hkv, block_size, D] (strided views).
 
-        `window` counts the tokens attended to, the query's own included; `sinks` [Hq] are logits that take part in
-        the softmax and carry no value. Returns [T, Hq, D] in the query's dtype.
+        `window` counts the tokens attended to, the query's own included; `sinks` [Hq] are logits that take
+        part in the softmax and carry no value. Returns [T, Hq, D] in the query's dtype.
         """
 
 
@@ -119,7 +120,7 @@ def torch_paged_attention(
 def _visible_blocks(
     last: Tensor, rows: int, longest: int, window: int | None, block_size: int
 ) -> tuple[Tensor, int]:
-    """The first block [B] that any of the last `rows` queries can see, and how many blocks from there to gather."""
+    """The first block [B] that any of the last `rows` queries sees, and how many to gather from there."""
     blocks = -(-longest // block_size)
     if window is None:
         return torch.zeros_like(last), blocks
@@ -218,6 +219,7 @@ class PagedLayer:
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        *,
         scale: float,
         softcap: float | None,
         sinks: Tensor | None,
@@ -254,7 +256,7 @@ def bind_layers(
     for layer, module in enumerate(modules):
         group, index, window = placed.pop(layer)
         views = kv_cache[:, index, 0], kv_cache[:, index, 1]
-        setattr(module, _LAYER_ATTRIBUTE, PagedLayer(context, attention, *views, group, window))
+        setattr(module, LAYER_ATTRIBUTE, PagedLayer(context, attention, *views, group, window))
     assert not placed, f"layers without an attention module: {sorted(placed)}"
 
 
@@ -271,13 +273,13 @@ def paged_attention_forward(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1, T, Hq, D].
 
-    What else may come in `kwargs`, and that the window there is the cache's, is checked once, before the model is
-    served (see servable.py).
+    What else may come in `kwargs`, and that the window there is the cache's, is checked once, before the
+    model is served (see servable.py).
     """
-    layer: PagedLayer = getattr(module, _LAYER_ATTRIBUTE)
+    layer: PagedLayer = getattr(module, LAYER_ATTRIBUTE)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    packed = (states[0].transpose(0, 1) for states in (query, key, value))
-    return layer(*packed, scale, softcap, s_aux)[None], None
+    query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
+    return layer(query, key, value, scale=scale, softcap=softcap, sinks=s_aux)[None], None
 
 
 def register() -> None:

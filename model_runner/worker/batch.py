@@ -1,4 +1,4 @@
-"""From a SchedulerOutput's plain data to the packed tensors of one forward pass. No loop over tokens or blocks."""
+"""From a SchedulerOutput's plain data to the packed tensors of one forward. No loop over tokens or blocks."""
 
 from __future__ import annotations
 

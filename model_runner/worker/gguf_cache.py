@@ -1,8 +1,7 @@
-"""GGUF files, dequantised once: a folder of safetensors and config.json in the cache, found again by content."""
+"""GGUF files, dequantised once: what is derived from them is kept in the cache folder."""
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
 import re
@@ -18,20 +17,19 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from model_runner.errors import ModelNotServable
+from model_runner.errors import ModelNotServable, StartupError
+from model_runner.model_files import file_identity
 
 # Raised whenever the conversion changes, so that older conversions are not used again.
 FORMAT_VERSION = 1
-_HASH_BUFFER_BYTES = 1 << 20
 
 
 class GGUFCache:
-    """What is derived from one GGUF file. Its folder's name carries the file's SHA-256, so another file under the
-    same path is another folder."""
+    """What is derived from one GGUF file: its config, and its weights in each dtype that was served."""
 
     def __init__(self, path: Path, cache_dir: Path) -> None:
         self._path = path
-        self._folder = cache_dir / "weights" / f"{_sha256(path)[:32]}-v{FORMAT_VERSION}"
+        self._folder = cache_dir / "weights" / f"{file_identity(path)}-v{FORMAT_VERSION}"
 
     def read_config(self) -> PreTrainedConfig:
         """The model's config, from the file's metadata (kept: parsing them takes seconds).
@@ -64,7 +62,7 @@ class GGUFCache:
     ) -> None:
         model = _skeleton(config, dtype)
         with redirect_stderr(_ProgressBar(on_progress)):
-            checkpoint = load_gguf_checkpoint(
+            checkpoint = load_gguf_checkpoint(  # type: ignore[no-untyped-call]
                 str(self._path), return_tensors=True, model_to_load=model, torch_dtype=dtype
             )
         save_file(checkpoint["tensors"], folder / "model.safetensors", metadata={"format": "pt"})
@@ -88,14 +86,23 @@ class _ProgressBar(io.TextIOBase):
 
 def _skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> torch.nn.Module:
     with torch.device("meta"):
-        model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     return model
 
 
 def _make_folder(folder: Path, fill: Callable[[Path], None]) -> None:
-    """`folder` appears whole or not at all. Of two processes that make it at once, one wins and both go on."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    """`folder` appears whole or not at all. Of two processes that make it at once, one wins and both go on.
+
+    Raises StartupError when the cache can't be written.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    except OSError as error:
+        raise StartupError(
+            f"A GGUF model is dequantised once, into the cache folder, which can't be written: {error}. "
+            "Name another with --cache-dir."
+        ) from error
     try:
         fill(draft)
         try:
@@ -105,11 +112,3 @@ def _make_folder(folder: Path, fill: Callable[[Path], None]) -> None:
                 raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_HASH_BUFFER_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()

@@ -9,29 +9,33 @@ from model_runner.core.kv_spec import KVCacheSpec
 from model_runner.errors import DoesNotFit, StartupError
 
 
-def allocate_kv_cache(spec: KVCacheSpec, blocks_total: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[blocks, layers of a group, 2 (keys, values), kv_heads, block_size, head_dim], zeroed, so that its pages are
-    really the process's own before the first request.
+def allocate_kv_cache(
+    spec: KVCacheSpec, blocks_total: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """[blocks, layers of a group, 2 (keys, values), kv_heads, block_size, head_dim].
 
-    Raises DoesNotFit when the memory can't be had, StartupError when its size is not the price list's to the byte.
+    Written to once, so that its pages are the process's own before the first request. Raises DoesNotFit when
+    the memory can't be had, StartupError when its size is not the price list's to the byte.
     """
     group = spec.groups[0]
     shape = (blocks_total, len(group.layers), 2, group.kv_heads, spec.block_size, group.head_dim)
     priced = blocks_total * spec.block_bytes
     try:
-        cache = torch.zeros(shape, dtype=dtype, device=device)
+        cache = torch.empty(shape, dtype=dtype, device=device)
         cache.zero_()
     except RuntimeError as error:  # torch's out-of-memory errors, on any device
-        raise DoesNotFit(f"The KV cache of {priced:,} bytes could not be allocated on {device}: {error}") from error
+        raise DoesNotFit(
+            f"The KV cache of {priced:,} bytes could not be allocated on {device}: {error}"
+        ) from error
     if cache.nbytes != priced:
         raise StartupError(
             f"The KV cache is {cache.nbytes:,} bytes, but the price list says {priced:,} "
-            f"({blocks_total} blocks of {spec.block_bytes:,} bytes). The books must match the memory: not starting."
+            f"({blocks_total} blocks of {spec.block_bytes:,} bytes). Not starting: the books must match."
         )
     return cache
 
 
 def copy_blocks(kv_cache: Tensor, copies: list[tuple[int, int]]) -> None:
-    """Copy whole blocks, all layers of the group, from source to destination. All reads precede all writes."""
+    """Copy whole blocks, all layers of the group, from source to destination: first read all, then write."""
     sources, destinations = (torch.tensor(side, device=kv_cache.device) for side in zip(*copies, strict=True))
     kv_cache[destinations] = kv_cache[sources]

@@ -1,4 +1,4 @@
-"""From a model's files to a transformers model in memory, in two steps: its config first, its weights later."""
+"""From a model's files to a transformers model in memory: its config first, its weights later."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Source:
 
 
 def read_source(files: ModelFiles) -> Source:
-    """Read the config, from local files only. Raises ModelNotServable when there is none that can be served."""
+    """Read the config, from local files only. Raises ModelNotServable when there is none to be served."""
     if files.kind == "gguf":
         gguf = GGUFCache(files.path, Path(files.cache_dir))
         config = gguf.read_config()
@@ -52,7 +52,9 @@ def read_source(files: ModelFiles) -> Source:
     try:
         whole = AutoConfig.from_pretrained(str(files.path), local_files_only=True)
     except (ValueError, KeyError, OSError) as error:
-        raise ModelNotServable(f"{files.path} holds no model config that transformers can read: {error}") from error
+        raise ModelNotServable(
+            f"{files.path} holds no model config that transformers can read: {error}"
+        ) from error
     if getattr(whole, "quantization_config", None):
         method = dict(whole.quantization_config).get("quant_method", "unknown")
         raise ModelNotServable(
@@ -66,7 +68,7 @@ def read_source(files: ModelFiles) -> Source:
 
 
 def _eos_token_ids(config: PreTrainedConfig, folder: Path | None) -> tuple[int, ...]:
-    """Where generation stops: what generation_config.json says, where there is one, else the model's config."""
+    """Where generation stops: what generation_config.json says, if there is one, else the model's config."""
     declared: Any = config.eos_token_id
     if folder is not None and (folder / "generation_config.json").exists():
         generation = json.loads((folder / "generation_config.json").read_text())
@@ -83,17 +85,21 @@ def weights_bytes(source: Source, dtype: torch.dtype) -> int:
 
 
 def skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> nn.Module:
-    """The model without its weights. Raises ModelNotServable when transformers has no decoder for the config."""
+    """The model without its weights. Raises ModelNotServable when transformers has no decoder for it."""
     try:
         with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     except (ValueError, TypeError, AttributeError) as error:
-        raise ModelNotServable(f"transformers has no causal language model for {config.model_type!r}: {error}") from error
+        raise ModelNotServable(
+            f"transformers has no causal language model for {config.model_type!r}: {error}"
+        ) from error
     model.tie_weights()  # type: ignore[operator]
     return model
 
 
-def load_model(source: Source, dtype: torch.dtype, device: torch.device, on_progress: OnFraction) -> nn.Module:
+def load_model(
+    source: Source, dtype: torch.dtype, device: torch.device, on_progress: OnFraction
+) -> nn.Module:
     """The model with its weights, ready for inference. A GGUF is converted first, if it was not yet.
 
     Raises ModelNotServable when the files lack weights that the model needs.
@@ -104,7 +110,7 @@ def load_model(source: Source, dtype: torch.dtype, device: torch.device, on_prog
     assert folder is not None
     try:
         with _weights_progress(on_progress):
-            model, report = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 str(folder),
                 config=source.config,
                 dtype=dtype,
@@ -115,12 +121,13 @@ def load_model(source: Source, dtype: torch.dtype, device: torch.device, on_prog
             )
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelNotServable(f"The weights in {folder} can't be loaded: {error}") from error
+    model, report = loaded
     if missing := sorted(report["missing_keys"]):
         raise ModelNotServable(f"{folder} lacks {len(missing)} of the model's weights, such as {missing[0]}.")
     if unexpected := sorted(report["unexpected_keys"]):
         logger.info("%d tensors of the checkpoint are not used, such as %s", len(unexpected), unexpected[0])
-    loaded: nn.Module = model.eval().requires_grad_(False).to(device)
-    return loaded
+    ready: nn.Module = model.eval().requires_grad_(False).to(device)
+    return ready
 
 
 @contextmanager

@@ -1,10 +1,11 @@
-"""What this machine has: cores, memory, and the number formats it is fast in. Containers are seen as their limits."""
+"""What this machine has: cores, memory, and the number formats it is fast in. A container is its limits."""
 
 from __future__ import annotations
 
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -23,15 +24,19 @@ def choose_device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise StartupError(f"--device {device}: this machine (or this build of torch) has no CUDA device. Use --device cpu.")
+        raise StartupError(
+            f"--device {device}: this machine (or this build of torch) has no CUDA device. Use --device cpu."
+        )
     chosen = torch.device("cuda:0" if device == "cuda" else device)
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
-        raise StartupError(f"--device {device}: there are {torch.cuda.device_count()} CUDA devices, counted from 0.")
+        raise StartupError(
+            f"--device {device}: there are {torch.cuda.device_count()} CUDA devices, counted from 0."
+        )
     return chosen
 
 
-def choose_dtype(dtype: str, device: torch.device, model_dtype: torch.dtype | None) -> torch.dtype:
-    """`auto` is the checkpoint's half format on CUDA, and on a CPU bfloat16 where that is fast, else float32."""
+def choose_dtype(dtype: str, device: torch.device, model_dtype: Any) -> torch.dtype:
+    """`auto` is the checkpoint's half format on CUDA; on a CPU, bfloat16 where that is fast, else float32."""
     if dtype != "auto":
         return _DTYPES[dtype]
     if device.type == "cuda":
@@ -79,7 +84,7 @@ def _cpu_quota(cgroup: Path) -> float | None:
 
 
 def available_memory_bytes(cgroup: Path = _CGROUP) -> int:
-    """What a process may still allocate: the system's available memory, or the container's limit less its use."""
+    """What may still be allocated: the system's available memory, or the container's limit less its use."""
     available: int = psutil.virtual_memory().available
     limit, used = _cgroup_memory(cgroup)
     return available if limit is None else max(0, min(available, limit - used))

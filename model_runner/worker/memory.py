@@ -1,4 +1,4 @@
-"""How many blocks there will be, and how long a request may be: the model's wishes against the memory there is."""
+"""How many blocks there will be, and how long a request may be: the wishes against the memory there is."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from model_runner.config import EngineConfig
 from model_runner.core.kv_spec import KVCacheSpec
 from model_runner.errors import DoesNotFit
+
+
+_COMMON_TOKENS = 512
+_LONG_SEQUENCES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +33,8 @@ def cpu_kv_bytes(config: EngineConfig, available_bytes: int, weights_bytes: int)
     """
     if weights_bytes >= available_bytes:
         raise DoesNotFit(
-            f"The model's weights take {mib(weights_bytes)}, and only {mib(available_bytes)} of memory are available. "
-            "Use a smaller model, a smaller --dtype (bfloat16 is half of float32), or a machine with more memory."
+            f"The model's weights take {mib(weights_bytes)}, and only {mib(available_bytes)} of memory are "
+            "available. Use a smaller model, a smaller --dtype (bfloat16 is half of float32), or more memory."
         )
     return int((available_bytes - weights_bytes) * config.cpu_memory_utilization)
 
@@ -45,7 +49,9 @@ def plan(config: EngineConfig, spec: KVCacheSpec, kv_bytes: int, context: int | 
     if wished is None:
         raise DoesNotFit("The model's config gives no context length: set --max-model-len.")
     if context is not None and wished > context:
-        raise DoesNotFit(f"--max-model-len {wished} is more than the model's own context of {context} tokens.")
+        raise DoesNotFit(
+            f"--max-model-len {wished} is more than the model's own context of {context} tokens."
+        )
     headroom = spec.headroom_blocks(config.max_num_batched_tokens)
     num_blocks = kv_bytes // spec.block_bytes - headroom
     needed = spec.sequence_blocks(wished)
@@ -64,7 +70,7 @@ def plan(config: EngineConfig, spec: KVCacheSpec, kv_bytes: int, context: int | 
 
 
 def largest_model_len(spec: KVCacheSpec, num_blocks: int, limit: int) -> int:
-    """The longest sequence that fits, in tokens, a multiple of the block size (or `limit`); 0 when none does."""
+    """The longest sequence that fits, in tokens: whole blocks, or `limit`; 0 when none does."""
     low, high = 0, -(-limit // spec.block_size)
     while low < high:
         middle = (low + high + 1) // 2
@@ -75,10 +81,15 @@ def largest_model_len(spec: KVCacheSpec, num_blocks: int, limit: int) -> int:
     return min(low * spec.block_size, limit)
 
 
-def most_useful_bytes(config: EngineConfig, spec: KVCacheSpec, max_model_len: int) -> int:
-    """What `max_num_seqs` sequences of full length would hold: more cache than this could never be used."""
-    blocks = config.max_num_seqs * spec.sequence_blocks(max_model_len)
-    return (blocks + spec.headroom_blocks(config.max_num_batched_tokens)) * spec.block_bytes
+def ample_kv_bytes(config: EngineConfig, spec: KVCacheSpec, max_model_len: int) -> int:
+    """More than this is not taken unasked: a small model would claim gigabytes that it hardly ever uses.
+
+    Room for `max_num_seqs` sequences of a common length, or for a few of the longest, whichever is more.
+    """
+    common = config.max_num_seqs * spec.sequence_blocks(min(_COMMON_TOKENS, max_model_len))
+    longest = min(_LONG_SEQUENCES, config.max_num_seqs) * spec.sequence_blocks(max_model_len)
+    headroom = spec.headroom_blocks(config.max_num_batched_tokens)
+    return (max(common, longest) + headroom) * spec.block_bytes
 
 
 def mib(size: int) -> str:

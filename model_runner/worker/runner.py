@@ -18,7 +18,7 @@ from model_runner.worker.attention import PagedAttention, StepContext, bind_laye
 from model_runner.worker.batch import PackedBatch, pack
 from model_runner.worker.kv_cache import copy_blocks
 
-# Rows of logits held at once for prompt log-probabilities: a long prompt times a large vocabulary is gigabytes.
+# Rows of logits held at once for prompt log-probabilities: a long prompt's, all at once, would be gigabytes.
 PROMPT_LOGPROB_ROWS = 64
 
 
@@ -42,8 +42,8 @@ class _HiddenStates(nn.Module):
 def split_model(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     """A transformers causal language model as its decoder and its head.
 
-    The head is the model itself with its decoder taken out, so that whatever the model does to its logits (scaling,
-    soft capping) is done by its own code. It shares the weights.
+    The head is the model itself with its decoder taken out, so that whatever the model does to its logits
+    (scaling, soft capping) is done by its own code. It shares the weights.
     """
     prefix: str = model.base_model_prefix  # type: ignore[assignment]
     decoder = model.get_submodule(prefix)

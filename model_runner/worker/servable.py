@@ -1,9 +1,9 @@
-"""Is this model one that the block-paged attention computes rightly? Found out by running it, not by its name.
+"""Is this model one that the block-paged attention computes rightly? Found out by running it.
 
-A few tokens go through the model with a probe in the place of its attention. The probe sees what every layer asks
-of its attention function, and refuses, by name and with the reason, whatever Plimsoll would not honour: a layer that
-never asks (recurrent, or with attention of its own), another shape than the price list's, another window, a mask
-that is not causal, an argument not known here.
+A few tokens go through the model with a probe in the place of its attention. The probe sees what every layer
+asks of its attention function, and refuses, by name and with the reason, what Plimsoll would not honour: a
+layer that never asks (recurrent, or with attention of its own), another shape than the price list's, another
+window, a mask that is not causal, an argument not known here.
 """
 
 from __future__ import annotations
@@ -78,8 +78,9 @@ def attention_modules(model: nn.Module, spec: KVCacheSpec) -> list[nn.Module]:
     layers = {layer: group for group in spec.groups for layer in group.layers}
     if len(calls) != len(layers):
         raise ModelNotServable(
-            f"{name} can't be served: {len(calls)} of its {len(layers)} layers attend through transformers' "
-            "attention interface. Recurrent layers, cross-attention and attention of a model's own are not supported."
+            f"{name} can't be served: it has {len(layers)} layers and calls transformers' attention "
+            f"{len(calls)} times. Recurrent layers, cross-attention and attention of a model's own are not "
+            "supported."
         )
     for layer, call in enumerate(calls):
         if problem := _problem(call, layers[layer]):
@@ -103,10 +104,11 @@ def _run_probe(model: nn.Module, name: str) -> list[_Call]:
         model(input_ids=tokens, position_ids=tokens, use_cache=False)
     except (ValueError, TypeError, RuntimeError, AttributeError, IndexError) as error:
         raise ModelNotServable(
-            f"{name} can't be served: it did not run on a few tokens with another attention function ({error})."
+            f"{name} can't be served: it did not run with another attention function ({error})."
         ) from error
     finally:
-        calls, probe.calls = probe.calls, []  # transformers' registry has no way out, and must not keep the model
+        # transformers' registries have no way out, and must not keep the model alive.
+        calls, probe.calls = probe.calls, []
     return calls
 
 
@@ -120,8 +122,8 @@ def _problem(call: _Call, group: LayerGroup) -> str | None:
         return "does not attend causally"
     if set(call.kv_heads) != {group.kv_heads} or set(call.head_dims) != {group.head_dim}:
         return (
-            f"has keys and values of {call.kv_heads} heads and queries, keys and values of {call.head_dims} elements, "
-            f"but is priced at {group.kv_heads} heads of {group.head_dim}"
+            f"has keys and values of {call.kv_heads} heads and queries, keys and values of {call.head_dims} "
+            f"elements, but is priced at {group.kv_heads} heads of {group.head_dim}"
         )
     window = call.arguments.get("sliding_window")
     if group.window is None and window is not None and window < _UNBOUNDED:
@@ -145,7 +147,7 @@ _UNBOUNDED = 1 << 30
 def _is_causal(mask: Callable[..., Any], window: int | None) -> bool:
     """Whether the mask lets query q see exactly the keys 0 … q, or the last `window` of them.
 
-    Asked at the places where masks differ: the diagonal, the window's edge, the sequence's start, and far away.
+    Asked at the places where masks differ: the diagonal, the window's edge, the sequence's start, far away.
     """
     reach = window or 1000
     spots = [

@@ -30,14 +30,15 @@ def measure_decode_seconds(runner: Runner, spec: KVCacheSpec, blocks_total: int)
 
 
 def measure_prefill_rate(runner: Runner, spec: KVCacheSpec, blocks_total: int, max_tokens: int) -> float:
-    """Prompt tokens per second, from the second of two chunks of `max_tokens` (fewer, if the cache is smaller)."""
+    """Prompt tokens per second, in one chunk of `max_tokens` (or what the cache holds)."""
     tokens = min(max_tokens, blocks_total * spec.block_size)
-    chunk = ScheduledSequence(0, [1] * tokens, 0, _tables(spec, -(-tokens // spec.block_size), blocks_total))
-    _timed(runner, [chunk], _GREEDY)
-    return tokens / _timed(runner, [chunk], _GREEDY)
+    tables = _tables(spec, -(-tokens // spec.block_size), blocks_total)
+    return tokens / _timed(runner, [ScheduledSequence(0, [1] * tokens, 0, tables)], _GREEDY)
 
 
-def run_worst_case(runner: Runner, spec: KVCacheSpec, blocks_total: int, max_tokens: int, max_seqs: int) -> None:
+def run_worst_case(
+    runner: Runner, spec: KVCacheSpec, blocks_total: int, max_tokens: int, max_seqs: int
+) -> None:
     """The step that needs most memory: as many tokens as a step may have, over as many sampled sequences."""
     sequences = min(max_seqs, max_tokens)
     share, extra = divmod(max_tokens, sequences)

@@ -98,8 +98,11 @@ def make_config(family: str, **changes: Any) -> PreTrainedConfig:
 
 
 def make_model(config: PreTrainedConfig, seed: int = 0) -> nn.Module:
-    """The family's own initialisation makes models that repeat one token: their layers add next to nothing to the
-    embedding. Here every matrix keeps the size of its input, and attention scores spread over a few units."""
+    """A model of the family, in float32, with weights that make its output vary.
+
+    Under a family's own initialisation a model repeats one token: its layers add next to nothing to
+    the embedding. Here every matrix keeps the size of its input, and attention scores spread over a few units.
+    """
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -230,5 +233,5 @@ def family(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _two_threads() -> None:
-    torch.set_num_threads(2)
+def _one_thread() -> None:
+    torch.set_num_threads(1)

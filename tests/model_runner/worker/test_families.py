@@ -1,8 +1,7 @@
-"""Every family gives transformers' own greedy tokens and logits, alone and batched, and the comparison has teeth."""
+"""Every family gives transformers' own greedy tokens and logits, and the comparison has teeth."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-MAX_TOKENS = 48
+MAX_TOKENS = 36
 # Shorter than a block, across blocks, and past every window (10); block_size is 4 and a chunk 16 tokens.
 PROMPT_LENGTHS = (1, 6, 23, 37)
 
@@ -106,8 +105,7 @@ def test_the_comparison_notices_one_old_block_zeroed(family: str, reference: Any
 
         served.runner.execute = sabotaged
         output = served.generate([prompt], MAX_TOKENS)[0]
-        same = list(itertools.takewhile(lambda i: output[i] == tokens[i], range(MAX_TOKENS)))
-        assert len(same) >= 10
+        assert output[:10] == tokens[:10]
         assert worst_logit_error(model, served, prompt, output) > 1e-4
 
 
