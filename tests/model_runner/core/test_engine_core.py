@@ -118,7 +118,7 @@ def test_books_that_disagree_end_the_step() -> None:
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Arrivals, steps and aborts in any order. The fake runner checks every key that every token attends to."""
+    """Arrivals, steps and aborts in any order. The fake runner checks every key that is attended to."""
 
     asked = Bundle("asked")
 
@@ -208,7 +208,9 @@ class AnyOrder(RuleBasedStateMachine):
         if not hasattr(self, "engine"):
             return
         scheduler = self.engine.scheduler
-        held = {r.request_id: r.lease.held for r in scheduler._requests.values()}
+        requests = scheduler._requests.values()
+        held = {request.request_id: request.lease.held for request in requests}
+        assert all(request.lease.borrowed == 0 for request in requests)
         assert scheduler.pool.used == sum(held.values())
         assert all(held[request_id] <= self.reserved[request_id] for request_id in held)
         assert scheduler.reserved_blocks <= sum(self.reserved.values()) <= self.engine.num_blocks

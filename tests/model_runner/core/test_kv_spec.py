@@ -179,7 +179,8 @@ def test_groups_are_equal_and_cover_every_layer_once() -> None:
     assert spec.bytes_per_token == 2 * 26 * 3 * 64 * 2
 
 
-FULL, SLIDES = None, 128
+FULL: int | None = None
+SLIDES: int | None = 128
 FAMILIES: dict[str, tuple[str, dict[str, Any], list[int | None]]] = {
     "llama": ("LlamaConfig", {}, [FULL] * 4),
     "mistral slides everywhere": ("MistralConfig", {"sliding_window": 128}, [SLIDES] * 4),

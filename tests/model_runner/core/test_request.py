@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from model_runner.core.block_pool import BlockLease, BlockPool, BlockTables
@@ -9,7 +11,7 @@ from tests.model_runner.core.fake_runner import spec_with
 
 
 def make_request(
-    max_tokens: int = 3, n: int = 1, stops: frozenset[int] = frozenset(), **params: int
+    max_tokens: int = 3, n: int = 1, stops: frozenset[int] = frozenset(), **params: Any
 ) -> Request:
     lease = BlockLease(BlockPool(20), 20)
     return Request(

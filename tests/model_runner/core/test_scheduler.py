@@ -226,18 +226,15 @@ def test_a_chunk_borrows_from_the_headroom_and_gives_back_within_the_step() -> N
     engine.run()
 
 
-def test_prompts_that_share_an_exhausted_headroom_run_shorter_chunks() -> None:
-    engine = Engine([4], max_num_batched_tokens=32, headroom_blocks=4)
+@pytest.mark.parametrize(("headroom", "chunks"), [(8, [40, 8, 8]), (4, [24, 8, 8]), (0, [8, 8, 8])])
+def test_prompts_that_share_an_exhausted_headroom_run_shorter_chunks(
+    headroom: int, chunks: list[int]
+) -> None:
+    engine = Engine([4], max_num_batched_tokens=96, headroom_blocks=headroom)
     for name in "abc":
-        engine.ask(name, range(64), max_tokens=2)
+        engine.ask(name, range(64), max_tokens=2)  # 2 blocks each are reserved
     engine.step()
-    # 2 reserved + 4 borrowed for the first; the others have their reservation
-    assert batch_shape(engine) == [(0, 24), (0, 8)]
-    engine = Engine([4], max_num_batched_tokens=32, headroom_blocks=0)
-    for name in "abc":
-        engine.ask(name, range(64), max_tokens=2)
-    engine.step()
-    assert batch_shape(engine) == [(0, 8), (0, 8), (0, 8)]
+    assert batch_shape(engine) == [(0, tokens) for tokens in chunks]
     assert tokens_by_choice(engine.run())["b", 0] == expected_tokens(range(64), 2)
 
 
