@@ -40,9 +40,9 @@ def parse_duration(text: str) -> float:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """Number and unit; what is neither comes back as a unit that nobody knows."""
+    """Number and unit, in lower case; of what has another shape, a unit that nobody knows."""
     match = _QUANTITY.fullmatch(text.strip())
-    return (match[1], match[2].lower()) if match else ("", text)
+    return (match[1], match[2].lower()) if match else ("", "?")
 
 
 def _which(number: str, unit: str) -> str:
