@@ -64,15 +64,23 @@ class TokenTable:
         return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
 
     @property
+    def unwritable(self) -> bytes:
+        """The bytes that no token is. A vocabulary may lack some that its training text never had."""
+        single = {token[0] for token in self._bytes if len(token) == 1}
+        return bytes(byte for byte in range(256) if byte not in single)
+
+    @property
     def longest(self) -> int:
         return max(map(len, self._bytes), default=0)
 
 
-def least_bytes_factor(description: Mapping[str, Any], table: TokenTable) -> int:
-    """The most bytes of text that one token can stand for; 0 when there is no bound."""
+def most_bytes_per_token(description: Mapping[str, Any], table: TokenTable) -> int:
+    """The most bytes of text, but for those that are unwritable, that one token can stand for; 0 when unbounded."""
     model = description["model"]
-    if model["type"] != "BPE" or (model.get("fuse_unk") and not model.get("byte_fallback")):
-        return 0  # a run of unknown characters of any length is one token
+    if model["type"] != "BPE":
+        return 0
+    if model.get("unk_token") is not None and (table.unwritable or not model.get("byte_fallback")):
+        return 0  # a run of unknown characters of any length can be one token
     factor = 1
     for step in _flatten(description.get("normalizer"), "normalizers"):
         replaced = step.get("pattern", {}).get("String")

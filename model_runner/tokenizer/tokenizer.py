@@ -12,7 +12,7 @@ from model_runner.errors import InvalidRequest
 from model_runner.tokenizer.chat_template import ChatTemplate
 from model_runner.tokenizer.definition import TokenizerDefinition
 from model_runner.tokenizer.detokenizer import IncrementalDetokenizer
-from model_runner.tokenizer.token_bytes import TokenTable, least_bytes_factor
+from model_runner.tokenizer.token_bytes import TokenTable, most_bytes_per_token
 
 
 class Tokenizer:
@@ -29,7 +29,8 @@ class Tokenizer:
         self._backend.no_padding()
         description = json.loads(definition.backend_json)
         self._table = TokenTable(self._backend, description)
-        self._bytes_per_token_most = least_bytes_factor(description, self._table)
+        self._most_bytes_per_token = most_bytes_per_token(description, self._table)
+        self._unwritable = self._table.unwritable
         self._special_tokens = dict(definition.special_tokens)
         self._eos_token_ids = definition.eos_token_ids
         self._chat_template = (
@@ -119,7 +120,8 @@ class Tokenizer:
         0 where the tokenizer's normalisation makes no such bound possible. It lets an absurdly long prompt be
         refused before the work of tokenising it.
         """
-        if self._bytes_per_token_most == 0:
+        if self._most_bytes_per_token == 0:
             return 0
         counted = "".join(text.split()) if self._table.swallows_spaces else text
-        return -(-len(counted.encode("utf-8", errors="replace")) // self._bytes_per_token_most)
+        data = counted.encode("utf-8", errors="replace").translate(None, delete=self._unwritable)
+        return -(-len(data) // self._most_bytes_per_token)
