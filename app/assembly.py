@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from app.validation import ValidRequest
 from model_runner.async_engine import RequestStream, Tokens
 from model_runner.errors import ServerFault
-from model_runner.tokenizer import IncrementalDetokenizer, StopStringMatcher, Tokenizer
+from model_runner.tokenizer import IncrementalDetokenizer, StopResult, StopStringMatcher, Tokenizer
 from model_runner.types import FinishReason, TokenLogprobs
 
 _LEAST_LOGPROB = -9999.0  # JSON has no -Infinity; the field writes this
@@ -17,7 +17,7 @@ _LEAST_LOGPROB = -9999.0  # JSON has no -Infinity; the field writes this
 
 @dataclass(slots=True)
 class ScoredToken:
-    """One token with its log-probabilities, and where its text begins in the choice's text (in characters)."""
+    """One token with its log-probabilities, and where its text begins in the choice's, in characters."""
 
     token_id: int
     text_offset: int
@@ -38,24 +38,26 @@ class Delta:
 
 
 class ChoiceAssembler:
-    """Detokenises one choice, cuts it before the first stop string, and lines its log-probabilities up with the text.
+    """Detokenises one choice, cuts it before the first stop string, and lines the scores up with the text.
 
-    A log-probability is told when all of its token's text is: of a token that may yet turn out to belong to a stop string,
-    in whole or in part, nothing is told.
+    A log-probability is told when all of its token's text is: of a token that may yet turn out to belong to a
+    stop string, in whole or in part, nothing is told.
     """
 
-    def __init__(self, tokenizer: Tokenizer, request: ValidRequest, prompt_index: int) -> None:
-        is_chat = not request.prompt_texts[prompt_index] and not request.echo
-        self._detokenizer = IncrementalDetokenizer(tokenizer, begins_text=is_chat)
+    def __init__(self, tokenizer: Tokenizer, request: ValidRequest) -> None:
+        # A message is a text of its own; a completion continues its prompt.
+        self._detokenizer = IncrementalDetokenizer(tokenizer, begins_text=request.is_chat)
         self._matcher = StopStringMatcher(request.stops)
         self._wants_scores = request.params.logprobs is not None
         self._min_tokens = request.params.min_tokens
         self._told = 0  # characters
         self._detokenized = 0  # characters
         self._held: list[ScoredToken] = []
-        self._ends: list[int] = []  # where the held tokens' text ends; shorter while a character is incomplete
+        # Where the held tokens' text ends. Shorter than what is held while a character is incomplete.
+        self._ends: list[int] = []
         self.tokens = 0  # generated up to the ending, the token that brought it about included
         self.finish_reason: str | None = None
+        self.met_stop_string = False
 
     def echo(self, text: str, scored: list[ScoredToken]) -> Delta:
         """The prompt, as the beginning of the choice's text. Stop strings are not looked for in it."""
@@ -68,7 +70,7 @@ class ChoiceAssembler:
             return Delta()
         delta = Delta()
         # A token that ended the choice by its id is a mark, not text.
-        stopped_by_id = event.finish_reason is FinishReason.STOP
+        stopped_by_id = bool(event.token_ids) and event.finish_reason is FinishReason.STOP
         visible = event.token_ids[:-1] if stopped_by_id else event.token_ids
         logprobs = event.logprobs or []
         for index, token_id in enumerate(visible):
@@ -95,24 +97,22 @@ class ChoiceAssembler:
         if self.tokens < self._min_tokens:
             delta.text += text
         else:
-            self._match(text, delta)
-
-    def _match(self, text: str, delta: Delta) -> None:
-        result = self._matcher.push(text)
-        delta.text += result.text
-        if result.matched:
-            self.finish_reason = "stop"
+            self._take(self._matcher.push(text), delta)
 
     def _finish(self, reason: FinishReason, delta: Delta) -> None:
         if reason not in (FinishReason.STOP, FinishReason.LENGTH):
             raise ServerFault(f"The engine ended a choice with {reason.value}.")
-        self._match(self._detokenizer.flush(), delta)
-        if self.finish_reason is None:
-            rest = self._matcher.flush()
-            delta.text += rest.text
-            self.finish_reason = "stop" if rest.matched else reason.value
-        if self.finish_reason == reason.value:
+        self._take(self._matcher.push(self._detokenizer.flush()), delta)
+        self._take(self._matcher.flush(), delta)
+        if not self.met_stop_string:
+            self.finish_reason = reason.value
             delta.scored, self._held, self._ends = self._held, [], []
+
+    def _take(self, result: StopResult, delta: Delta) -> None:
+        delta.text += result.text
+        if result.matched:
+            self.met_stop_string = True
+            self.finish_reason = FinishReason.STOP.value
 
     def _release(self, delta: Delta) -> None:
         """Tell the scores of the tokens whose text is told."""
@@ -142,16 +142,14 @@ class RequestAssembly:
         """The request runs again from its beginning: forget what was collected."""
         request = self._request
         self._choices = [
-            ChoiceAssembler(self._tokenizer, request, prompt_index)
-            for prompt_index in range(len(request.prompts))
-            for _ in range(request.params.n)
+            ChoiceAssembler(self._tokenizer, request) for _ in range(len(request.prompts) * request.params.n)
         ]
         self._begun: set[int] = set()
         self._prompt_scores: dict[int, list[TokenLogprobs]] = {}
         self._waiting: dict[int, list[Tokens]] = {}  # for their prompt's scores, which come with choice 0
 
     def push(self, event: Tokens) -> Iterator[tuple[int, Delta]]:
-        """What the event makes certain, by choice. Tells the engine of choices that a stop string has ended."""
+        """What the event makes certain, by choice. Tells the engine of choices that a stop string ended."""
         prompt = event.prompt_index
         if self._request.echo and self._request.params.prompt_logprobs is not None:
             if event.prompt_logprobs is not None:
@@ -184,7 +182,7 @@ class RequestAssembly:
         else:
             new = choice.push(event)
             delta = Delta(delta.text + new.text, delta.scored + new.scored, new.finish_reason)
-            if new.finish_reason == "stop" and event.finish_reason is not FinishReason.STOP:
+            if choice.met_stop_string and new.finish_reason is not None:
                 self._stream.stop(event.prompt_index, event.choice, choice.tokens)
         if delta:
             yield number, delta

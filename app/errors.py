@@ -41,8 +41,10 @@ def status_and_type(error: errors.PlimsollError) -> tuple[int, str]:
 
 
 def error_body(error: errors.PlimsollError, request_id: str) -> dict[str, Any]:
-    """The JSON body of an error, as protocol.responses.ErrorResponse describes it. A fault of ours names the request,
-    for whoever will look for it in the log."""
+    """The JSON body of an error, as protocol.responses.ErrorResponse describes it.
+
+    A fault of ours names the request, for whoever will look for it in the log.
+    """
     code = error.code if isinstance(error, errors.InvalidRequest) and error.code else error.reason.value
     fault = status_and_type(error)[0] == 500
     body: dict[str, Any] = {
@@ -71,8 +73,10 @@ def error_headers(error: errors.PlimsollError) -> dict[str, str]:
 
 
 def retry_headers(seconds: float) -> dict[str, str]:
-    """`Retry-After` in whole seconds, which every client reads, and `retry-after-ms`, which OpenAI's prefers. The
-    jitter is in `seconds` already."""
+    """In whole seconds, which every client reads, and in milliseconds, which OpenAI's prefers.
+
+    `seconds` are the engine's forecast, with its jitter.
+    """
     milliseconds = max(1, math.ceil(max(seconds, 0.0) * 1000))
     return {"retry-after": str(max(1, math.ceil(milliseconds / 1000))), "retry-after-ms": str(milliseconds)}
 
@@ -86,7 +90,7 @@ def error_response(error: errors.PlimsollError, request_id: str) -> Response:
 
 
 def unforeseen() -> errors.ServerFault:
-    """What a client is told of a fault that nobody foresaw. The traceback goes to the log, under the same id."""
+    """What a client is told of a fault that nobody foresaw. The traceback goes to the log."""
     return errors.ServerFault("The server failed on this request.")
 
 

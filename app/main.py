@@ -31,8 +31,10 @@ _CLIENT_CLOSED_REQUEST = 499  # nginx's; it is only ever seen in an access log
 
 
 def create_app(*, engine: AsyncEngine, tokenizer: Tokenizer, settings: Settings, metrics: Metrics) -> FastAPI:
-    """The application for an engine whose `model` is known; it may still be loading. Starting and stopping the engine
-    is the caller's affair."""
+    """The application for an engine whose `model` is known; it may still be loading.
+
+    Starting and stopping the engine is the caller's affair.
+    """
     preparation = Preparation(
         max_request_bytes=settings.max_request_bytes, threads=settings.max_concurrent_tokenizations
     )
@@ -45,7 +47,7 @@ def create_app(*, engine: AsyncEngine, tokenizer: Tokenizer, settings: Settings,
 
     app = FastAPI(
         title="Plimsoll",
-        description="Completions over the OpenAI HTTP API, every request priced in bytes of KV cache before it runs.",
+        description="Completions over the OpenAI HTTP API, priced in bytes of KV cache before they run.",
         version=plimsoll_version(),
         lifespan=lifespan,
         docs_url=None,

@@ -1,8 +1,9 @@
 """The work before the door, bounded: reading bodies, checking them, tokenising.
 
-A request is priced only when its tokens are known, so this is where a crowd could fill the memory and the event loop
-without ever meeting the door. At most so many requests and so many bytes of bodies are in preparation at once; one
-body may be so long, and may take so long to arrive; what takes long runs in few threads.
+A request is priced only when its tokens are known, so this is where a crowd could fill the memory and the
+event loop without ever meeting the door. At most so many requests and so many bytes of bodies are in
+preparation at once; one body may be so long, and may take so long to arrive; what takes long runs in few
+threads.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ RETRY_SECONDS = 1.0  # preparation is short: whoever finds it full finds room so
 T = TypeVar("T")
 
 
-class ClientDisconnected(ConnectionError):
+class ClientDisconnected(Exception):  # noqa: N818 - it is nobody's error
     """Nobody is there to read an answer."""
 
 
@@ -73,8 +74,8 @@ class Preparation:
             self.bytes -= lease.bytes
 
     async def read_body(self, request: Request, lease: Lease) -> bytes:
-        """The whole body. Raises RequestTooLarge as soon as it is known to be, QueueFull when all bodies together are
-        too large, BodyTimeout, and ClientDisconnected.
+        """The whole body. Raises RequestTooLarge as soon as it is known to be, QueueFull when all bodies
+        together are too large, BodyTimeout, and ClientDisconnected.
         """
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > self._max_request_bytes:
@@ -109,7 +110,10 @@ class Preparation:
         self.bytes += size - lease.bytes
         lease.bytes = size
         if self.bytes > self._max_bytes:
-            message = f"Bodies of {self.bytes} bytes together are being read, and no more than {self._max_bytes} may be."
+            message = (
+                f"Bodies of {self.bytes} bytes together are being read, "
+                f"and no more than {self._max_bytes} may be."
+            )
             raise QueueFull(message, retry_after_seconds=RETRY_SECONDS)
 
     def _too_large(self) -> RequestTooLarge:

@@ -75,7 +75,7 @@ class CompletionFormat(AnswerFormat):
         }
 
     def _top(self, scored: ScoredToken) -> dict[str, float] | None:
-        """The likeliest, and the token itself when it is not one of them. Of two that are spelled alike, the first."""
+        """The likeliest, and the token itself when it is not one of them. Of two spelled alike, the first."""
         if scored.logprob is None:
             return None
         top: dict[str, float] = {}
@@ -84,7 +84,7 @@ class CompletionFormat(AnswerFormat):
         return top
 
     def _spell(self, token_id: int) -> str:
-        """A token's text; bytes that are a part of a character are written as OpenAI does: bytes:\\xe2\\x82."""
+        """A token's text; a part of a character is written as OpenAI does: bytes:\\xe2\\x82."""
         spelled = self._tokenizer.token_bytes(token_id)
         try:
             return spelled.decode()

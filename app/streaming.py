@@ -36,8 +36,8 @@ T = TypeVar("T")
 
 
 async def while_connected(receive: Receive, stream: RequestStream, work: Coroutine[Any, Any, T]) -> T:
-    """`work`'s result. Raises ClientDisconnected when the client leaves first; however `work` is left, the request
-    has ended or is aborted.
+    """`work`'s result. Raises ClientDisconnected when the client leaves first; however `work` is left, the
+    request has ended or is aborted.
 
     `receive` must have no more of the body to give: what comes next is the disconnection.
     """
@@ -82,8 +82,8 @@ async def collect(
 
 
 class EventStream(Response):
-    """A stream of server-sent events. No header leaves before the first token, so that until then every error has its
-    own status; after it, an error is a last event in the usual shape, without [DONE].
+    """A stream of server-sent events. No header leaves before the first token, so that until then every error
+    has its own status; after it, an error is a last event in the usual shape, without [DONE].
     """
 
     def __init__(

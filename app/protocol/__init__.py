@@ -1,1 +1,1 @@
-"""The wire: what clients may write (requests) and what they read (responses). The OpenAPI schema is made from it."""
+"""The wire: what clients may write and what they read. The OpenAPI schema is made from it."""

@@ -1,13 +1,13 @@
-"""The bodies of the two completion calls, as OpenAI documents them, with the extensions that the field shares.
+"""The bodies of the two completion calls, as OpenAI documents them, and the field's common extensions.
 
-Every optional field may be null, which means unset. Each field's description finishes the sentence "`field` must be …":
-it is what the schema says and what a refusal says. Fields that are not declared here are kept in `model_extra`, where
-app.validation looks for the known ones that are not supported.
+Every optional field may be null, which means unset. Each field's description finishes the sentence "`field`
+must be …": it is what the schema says and what a refusal says. Fields that are not declared here are kept in
+`model_extra`, where app.validation looks for the known ones that are not supported.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
@@ -92,9 +92,12 @@ class GenerationRequest(WireModel):
     top_k: int | None = Field(None, ge=-1, description="an integer of at least 1, or 0 or -1 to turn it off")
     min_p: float | None = Field(None, ge=0, le=1, description="a number from 0 to 1")
     seed: int | None = Field(None, ge=MIN_SEED, le=MAX_SEED, description="an integer of at most 64 bits")
-    stop: StopString | Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOPS)] | None = Field(
-        None,
-        description=f"a string or a list of at most {MAX_STOPS} strings, each of 1 to {MAX_STOP_CHARACTERS} characters",
+    stop: StopString | Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOPS)] | None = (
+        Field(
+            None,
+            description=f"a string or a list of at most {MAX_STOPS} strings, "
+            f"each of 1 to {MAX_STOP_CHARACTERS} characters",
+        )
     )
     stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=MAX_STOP_TOKEN_IDS)] | None = Field(
         None, description=f"a list of at most {MAX_STOP_TOKEN_IDS} token ids of the model's vocabulary"
@@ -121,7 +124,8 @@ class GenerationRequest(WireModel):
 
 class CompletionRequest(GenerationRequest):
     prompt: Prompt = Field(
-        description="a string, a list of strings, a list of token ids, or a list of lists of token ids, none of them empty"
+        description="a string, a list of strings, a list of token ids, or a list of lists of token ids, "
+        "none of them empty"
     )
     max_tokens: int | None = Field(
         None, ge=0, description="an integer of at least 1, or 0 to score the prompt with `echo`"
@@ -133,8 +137,8 @@ class CompletionRequest(GenerationRequest):
 
 
 class ChatMessage(WireModel):
-    role: str = Field(
-        description="system, developer, user or assistant", examples=["user"], pattern="^[a-z]+$"
+    role: Literal["system", "developer", "user", "assistant"] = Field(
+        description="system, developer, user or assistant"
     )
     content: Content = Field(None, description="a string, or a list of parts of type text")
     name: str | None = Field(None, description="a string")

@@ -1,5 +1,5 @@
-"""What clients read. These models make the schema, and the tests hold every real answer against them; the answers
-themselves are written as plain dicts, because they are written once a token.
+"""What clients read. These models make the schema, and the tests hold every real answer against them; the
+answers themselves are written as plain dicts, because they are written once a token.
 """
 
 from __future__ import annotations

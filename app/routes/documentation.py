@@ -1,4 +1,4 @@
-"""What the OpenAPI schema says of the routes. Bodies are read by app.preparation, not by FastAPI, so it is told here."""
+"""What the OpenAPI schema says of the routes. FastAPI doesn't read the bodies, so it can't know."""
 
 from __future__ import annotations
 

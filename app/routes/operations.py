@@ -37,7 +37,7 @@ def operations_router(services: Services) -> APIRouter:
         return json_response({"status": "ok"})
 
     async def readyz() -> Response:
-        """The engine makes progress. 503 while it starts, restarts, drains or is stuck; not when merely full."""
+        """The engine makes progress. 503 while it starts, restarts, drains or is stuck; not when full."""
         state = services.engine.state
         if state in _NOT_READY:
             error, message = _NOT_READY[state]

@@ -1,7 +1,7 @@
-"""From bytes that a client sent to a request that can be priced: parsed, in range, in token ids, within the context.
+"""From a client's bytes to a request that can be priced: parsed, in range, tokenised, within the context.
 
-Pure functions of the body, the tokenizer and the model's limits, so that a long prompt can be prepared in a thread.
-Everything here raises ClientError, with one sentence that says what is allowed.
+Pure functions of the body, the tokenizer and the model's limits, so that a long prompt can be prepared in a
+thread. Everything here raises ClientError, with one sentence that says what is allowed.
 """
 
 from __future__ import annotations

@@ -18,10 +18,10 @@ class Limits:
     def resolve_max_tokens(
         self, requested: int | None, prompt_tokens: int, *, default: int, param: str
     ) -> int:
-        """The tokens to generate after the longest prompt: what was asked, or the default, if the context has room.
+        """The tokens to generate after the longest prompt: what was asked, or the default.
 
-        Raises ContextLengthExceeded, in OpenAI's words, which clients search for the figures. A prompt that is
-        only scored needs room for one token all the same.
+        Raises ContextLengthExceeded, in OpenAI's words, which clients search for the figures. A prompt that
+        is only scored needs room for one token all the same.
         """
         room = self.max_model_len - prompt_tokens
         if room >= max(1, requested or 0):
@@ -30,9 +30,12 @@ class Limits:
         opening = f"This model's maximum context length is {self.max_model_len} tokens. However, "
         if requested:
             message = (
-                f"{opening}you requested {prompt_tokens + requested} tokens ({prompt_tokens} in the {noun}, {requested} "
-                f"in the completion). Please reduce the length of the {noun} or completion."
+                f"{opening}you requested {prompt_tokens + requested} tokens ({prompt_tokens} in the {noun}, "
+                f"{requested} in the completion). Please reduce the length of the {noun} or completion."
             )
         else:
-            message = f"{opening}your {noun} resulted in {prompt_tokens} tokens. Please reduce the length of the {noun}."
+            message = (
+                f"{opening}your {noun} resulted in {prompt_tokens} tokens. "
+                f"Please reduce the length of the {noun}."
+            )
         raise ContextLengthExceeded(message, param=param)

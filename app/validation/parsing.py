@@ -19,11 +19,17 @@ def parse_body(model: type[Wire], body: bytes) -> Wire:
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
-        found = error.errors(include_url=False, include_context=True)[0]
+        _explain(model, error)
+
+
+def _explain(model: type[BaseModel], error: ValidationError) -> NoReturn:
+    found = error.errors(include_url=False)[0]
     if found["type"] == "json_invalid":
         raise InvalidRequest(f"The body must be JSON: {found['ctx']['error']}.", code="invalid_json")
     if not found["loc"]:
-        raise InvalidRequest(f"The body must be a JSON object, not {shown(found['input'])}.", code="invalid_type")
+        raise InvalidRequest(
+            f"The body must be a JSON object, not {shown(found['input'])}.", code="invalid_type"
+        )
     fields = list(_fields_along(model, found["loc"]))
     param = path_of(loc for loc, _ in fields)
     if found["type"] == "missing":
@@ -41,7 +47,7 @@ def refuse(param: str, message: str, code: str = "invalid_value") -> NoReturn:
 
 
 def shown(value: Any) -> str:
-    """A value in a few characters, as JSON names its kind; a client's long or secret text isn't sent back whole."""
+    """A value in a few characters, as JSON names its kind; a long text isn't sent back whole."""
     if isinstance(value, str):
         cut = value if len(value) <= _SHOWN_CHARACTERS else value[: _SHOWN_CHARACTERS - 1] + "…"
         return f'"{cut}"' if value else "an empty string"
@@ -64,9 +70,10 @@ def path_of(parts: Iterator[str | int]) -> str:
 
 
 def _fields_along(model: type[BaseModel], loc: tuple[str | int, ...]) -> Iterator[tuple[str | int, str]]:
-    """The parts of `loc` that are fields of wire models or indices of lists of them, each with what it must be.
+    """The fields of wire models along `loc`, and indices of lists of them, each with what it must be.
 
-    The rest of it (members of unions, items of plain lists) is pydantic's own affair: the field's sentence covers them.
+    The rest of it (members of unions, items of plain lists) is pydantic's own affair: the field's sentence
+    covers them.
     """
     inside: type[BaseModel] | None = model
     allowed = ""

@@ -12,7 +12,6 @@ from model_runner.errors import ContextLengthExceeded
 from model_runner.tokenizer import Tokenizer
 
 PROMPT = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
-_ROLES = ("system", "developer", "user", "assistant")
 
 
 def read_prompts(given: Any, limits: Limits, tokenizer: Tokenizer) -> tuple[list[list[int]], list[str]]:
@@ -58,10 +57,6 @@ def read_messages(messages: list[ChatMessage], limits: Limits, tokenizer: Tokeni
 
 
 def _read_message(message: ChatMessage, path: str) -> dict[str, str]:
-    if message.role in ("tool", "function"):
-        refuse(f"{path}.role", f"`{path}.role` {message.role} is not supported; tools are not.")
-    if message.role not in _ROLES:
-        must_be(f"{path}.role", "system, developer, user or assistant", message.role)
     refuse_unsupported(message.model_extra, MESSAGE, f"{path}.")
     content = _read_content(message.content, f"{path}.content")
     if content is None and message.role == "assistant":

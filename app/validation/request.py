@@ -32,6 +32,7 @@ class ValidRequest:
     model: str
     prompts: list[list[int]]
     prompt_texts: list[str]  # parallel to prompts; "" for one given in token ids, and in a chat
+    is_chat: bool
     params: SamplingParams
     stops: tuple[str, ...]
     stream: bool
@@ -58,6 +59,7 @@ def validate_completion(body: bytes, limits: Limits, tokenizer: Tokenizer) -> Va
         model=limits.served_model_name,
         prompts=prompts,
         prompt_texts=texts,
+        is_chat=False,
         params=_sampling(request, max_tokens, limits, request.logprobs, scores_prompt=echo),
         stops=_stops(request),
         stream=request.stream or False,
@@ -83,6 +85,7 @@ def validate_chat(body: bytes, limits: Limits, tokenizer: Tokenizer) -> ValidReq
         model=limits.served_model_name,
         prompts=[prompt],
         prompt_texts=[""],
+        is_chat=True,
         params=_sampling(request, max_tokens, limits, logprobs, scores_prompt=False),
         stops=_stops(request),
         stream=request.stream or False,
@@ -93,7 +96,8 @@ def validate_chat(body: bytes, limits: Limits, tokenizer: Tokenizer) -> ValidReq
 def _check_shared(request: GenerationRequest, limits: Limits) -> None:
     if request.model is not None and request.model != limits.served_model_name:
         raise ModelNotFound(
-            f"The model `{request.model[:200]}` does not exist here; this server serves `{limits.served_model_name}`.",
+            f"The model `{request.model[:200]}` does not exist here; "
+            f"this server serves `{limits.served_model_name}`.",
             param="model",
         )
     if request.stream_options is not None:

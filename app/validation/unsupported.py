@@ -1,6 +1,6 @@
-"""Parameters that other servers know and this one doesn't support: refused by name, never ignored, unless the value
-asks for nothing. Fields that are in no table are unknown, and accepted; `prompt_cache_key` and `safety_identifier` are
-such, for they change nothing in an answer.
+"""Parameters that other servers know and this one doesn't support: refused by name, never ignored, unless the
+value asks for nothing. Fields that are in no table are unknown, and accepted; `prompt_cache_key` and
+`safety_identifier` are such, for they change nothing in an answer.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def refuse_unsupported(given: Mapping[str, Any] | None, neutral: Neutral, path: 
 
 
 def refuse_best_of(given: Mapping[str, Any] | None, n: int) -> None:
-    """The best n of n are all of them: any other `best_of` asks for choices that are generated and thrown away."""
+    """The best n of n are all of them; any other `best_of` asks for choices that are thrown away."""
     best_of = (given or {}).get("best_of")
     if best_of is not None and not _same(best_of, n):
         message = f"`best_of` is not supported, unless it is equal to `n` (here {n}); leave it out."

@@ -1,4 +1,4 @@
-"""An engine without a model: it plays the part of AsyncEngine from a script, and remembers what was asked of it."""
+"""An engine without a model: it plays AsyncEngine's part from a script, and remembers what it was asked."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def saying(token_ids: Sequence[int], *, finish: FinishReason = FinishReason.LENG
 
 
 def score(token_id: int, k: int) -> TokenLogprobs:
-    """Made up, but telling: the token's own is minus its id's hundredth; the likeliest are the ids after it."""
+    """Made up, but telling: minus a hundredth of the id; the likeliest are the ids after it."""
     top = [token_id + 1 + index for index in range(k)]
     return TokenLogprobs(token_id, -token_id / 100, top, [-index / 10 for index in range(k)])
 

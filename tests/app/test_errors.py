@@ -40,9 +40,7 @@ def test_the_table_knows_every_error_a_client_can_get() -> None:
 
 
 @pytest.mark.parametrize(("error", "status"), RAISED, ids=lambda value: type(value).__name__)
-def test_what_the_door_says(
-    server: Server, engine: FakeEngine, error: PlimsollError, status: int
-) -> None:
+def test_what_the_door_says(server: Server, engine: FakeEngine, error: PlimsollError, status: int) -> None:
     engine.refusal = error
     for response in (server.complete(prompt="Hi"), server.complete(prompt="Hi", stream=True)):
         assert response.status_code == status == status_and_type(error)[0]

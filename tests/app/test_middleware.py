@@ -56,7 +56,7 @@ def test_wrong_keys(guarded: Server, authorization: str | None) -> None:
 
 def test_right_keys(guarded: Server) -> None:
     for key in ("one", "schlüssel"):
-        headers = {"authorization": f"bearer {key}".encode()}
+        headers = {b"authorization": f"bearer {key}".encode()}
         assert guarded.http.get("/v1/models", headers=headers).status_code == 200
 
 

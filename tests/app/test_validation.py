@@ -1,4 +1,4 @@
-"""What may be asked, field by field: null is unset, what is out of range is named, what is unsupported is refused."""
+"""What may be asked: null is unset, what is out of range is named, what is unsupported is refused."""
 
 from __future__ import annotations
 
@@ -38,30 +38,90 @@ def refused(tokenizer: Tokenizer, is_chat: bool = False, **body: Any) -> Invalid
     return caught.value
 
 
-OUT_OF_RANGE: list[tuple[str, Any]] = [
-    *[("temperature", value) for value in (-0.1, 2.1, "1", True, [], float("nan"), float("inf"))],
-    *[("top_p", value) for value in (0, 1.1, -1, "1", False)],
-    *[("top_k", value) for value in (-2, 1.5, True, "5")],
-    *[("min_p", value) for value in (-0.1, 1.1)],
-    *[("n", value) for value in (0, 129, 1.0, True)],
-    *[("max_tokens", value) for value in (0, -1, 1.5, "5", True)],
-    *[("max_completion_tokens", value) for value in (0, -1)],
-    *[("presence_penalty", value) for value in (-2.1, 2.1, "0")],
-    *[("frequency_penalty", value) for value in (-2.1, 2.1)],
-    *[("repetition_penalty", value) for value in (0, -1, 1e-300, 1e300)],
-    *[("seed", value) for value in (2**64, -(2**63) - 1, 1.5, "1", True)],
-    *[("stop", value) for value in ("", ["a", ""], [1], 5, ["x"] * 17, "x" * 1025)],
-    *[("stop_token_ids", value) for value in ([-1], [49152], ["1"], 5, [True], [1] * 1025)],
-    *[("min_tokens", value) for value in (-1, 17, 1.5)],
-    *[("logit_bias", value) for value in ({"5": 101}, {"a": 1}, {"49152": 1}, {"5": True}, {"٣": 1}, [])],
-    *[("logit_bias", {str(token): 1 for token in range(1025)}), ("logit_bias", {"-1": 1})],
-    *[(name, value) for name in ("stream", "echo", "ignore_eos") for value in (1, "true", [])],
-    *[("logprobs", value) for value in (-1, 21, True, "1")],
-    *[("user", 5), ("model", 5), ("stream_options", []), ("stream_options", {"include_usage": True})],
-]
+OUT_OF_RANGE: dict[str, list[Any]] = {
+    "temperature": [-0.1, 2.1, "1", True, [], float("nan"), float("inf")],
+    "top_p": [0, 1.1, -1, "1", False],
+    "top_k": [-2, 1.5, True, "5"],
+    "min_p": [-0.1, 1.1],
+    "n": [0, 129, 1.0, True],
+    "max_tokens": [0, -1, 1.5, "5", True],
+    "max_completion_tokens": [0, -1],
+    "presence_penalty": [-2.1, 2.1, "0"],
+    "frequency_penalty": [-2.1, 2.1],
+    "repetition_penalty": [0, -1, 1e-300, 1e300],
+    "seed": [2**64, -(2**63) - 1, 1.5, "1", True],
+    "stop": ["", ["a", ""], [1], 5, ["x"] * 17, "x" * 1025],
+    "stop_token_ids": [[-1], [49152], ["1"], 5, [True], [1] * 1025],
+    "min_tokens": [-1, 17, 1.5],
+    "logit_bias": [
+        *[{"5": 101}, {"5": True}, {"5": None}, {"5": "1"}, {"a": 1}, {"-1": 1}, {"49152": 1}, {"٣": 1}, []],
+        {str(token): 1 for token in range(1025)},
+    ],
+    "stream": [1, "true", []],
+    "echo": [1, "true", []],
+    "ignore_eos": [1, "true", []],
+    "logprobs": [-1, 21, True, "1"],
+    "user": [5],
+    "model": [5],
+    "stream_options": [[], {"include_usage": True}],
+}
+IN_RANGE: dict[str, list[Any]] = {
+    "temperature": [0, 2],
+    "top_p": [1, 0.001],
+    "top_k": [-1, 0, 40],
+    "min_p": [1],
+    "n": [128],
+    "seed": [2**64 - 1, -(2**63)],
+    "stop": ["x", ["a"] * 16, []],
+    "stop_token_ids": [[0, 49151], []],
+    "logit_bias": [{"0": -100, "49151": 100.0}, {}],
+    "min_tokens": [16],
+    "logprobs": [0, 20],
+    "max_tokens": [511],
+    "max_completion_tokens": [3],
+    "repetition_penalty": [1.3],
+    "presence_penalty": [-2],
+    "frequency_penalty": [2],
+    "model": ["served"],
+    "user": ["somebody"],
+    "a_name_nobody_knows": [{"x": [1]}],
+}
+UNSUPPORTED: dict[str, list[Any]] = {
+    "tools": [[{"type": "function", "function": {"name": "f"}}]],
+    "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}],
+    "functions": [[{"name": "f"}]],
+    "function_call": [{"name": "f"}],
+    "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}],
+    "best_of": [2, True],
+    "store": [True],
+    "metadata": [{"a": "b"}],
+    "service_tier": ["priority"],
+    "modalities": [["text", "audio"]],
+    "audio": [{"voice": "alloy"}],
+    "prediction": [{"type": "content", "content": "x"}],
+    "reasoning_effort": ["high"],
+    "verbosity": ["low"],
+    "web_search_options": [{}],
+    "suffix": ["the end"],
+    "guided_json": [{"type": "object"}],
+    "guided_regex": ["a+"],
+    "use_beam_search": [True, 0],
+    "length_penalty": [1.1],
+    "prompt_logprobs": [0],
+    "skip_special_tokens": [False],
+    "chat_template": ["{{ messages }}"],
+    "allowed_token_ids": [[1]],
+    "bad_words": [["x"]],
+    "typical_p": [0.9],
+    "mirostat": [2],
+}
 
 
-@pytest.mark.parametrize(("name", "value"), OUT_OF_RANGE, ids=lambda value: str(value)[:20])
+def cases(table: dict[str, list[Any]]) -> list[tuple[str, Any]]:
+    return [(name, value) for name, values in table.items() for value in values]
+
+
+@pytest.mark.parametrize(("name", "value"), cases(OUT_OF_RANGE), ids=lambda value: str(value)[:20])
 def test_out_of_range_is_named(tokenizer: Tokenizer, name: str, value: Any) -> None:
     error = refused(tokenizer, **{name: value})
     assert error.param is not None
@@ -69,18 +129,7 @@ def test_out_of_range_is_named(tokenizer: Tokenizer, name: str, value: Any) -> N
     assert f"`{error.param}`" in error.message
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *[("temperature", 0), ("temperature", 2), ("top_p", 1), ("top_p", 0.001), ("top_k", -1), ("top_k", 0)],
-        *[("n", 128), ("seed", 2**64 - 1), ("seed", -(2**63)), ("stop", ["a"] * 16), ("stop", []), ("min_p", 1)],
-        *[("stop_token_ids", [0, 49151]), ("stop_token_ids", []), ("logit_bias", {"0": -100, "49151": 100.0})],
-        *[("logit_bias", {}), ("min_tokens", 16), ("logprobs", 0), ("logprobs", 20), ("max_tokens", 511)],
-        *[("repetition_penalty", 1.3), ("presence_penalty", -2), ("frequency_penalty", 2), ("model", "served")],
-        *[("user", "somebody"), ("a_name_nobody_knows", {"x": [1]}), ("max_completion_tokens", 3)],
-    ],
-    ids=lambda value: str(value)[:20],
-)
+@pytest.mark.parametrize(("name", "value"), cases(IN_RANGE), ids=lambda value: str(value)[:20])
 def test_in_range_is_taken(tokenizer: Tokenizer, name: str, value: Any) -> None:
     assert complete(tokenizer, **{name: value}).prompts == [tokenizer.encode("Hi")]
 
@@ -88,7 +137,9 @@ def test_in_range_is_taken(tokenizer: Tokenizer, name: str, value: Any) -> None:
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_null_means_unset_for_every_field(tokenizer: Tokenizer, is_chat: bool) -> None:
     wire = ChatCompletionRequest if is_chat else CompletionRequest
-    optional: dict[str, Any] = {name: None for name, field in wire.model_fields.items() if not field.is_required()}
+    optional: dict[str, Any] = {
+        name: None for name, field in wire.model_fields.items() if not field.is_required()
+    }
     optional["seed"] = 1  # the one that is drawn anew each time
     unsupported = dict.fromkeys(CHAT if is_chat else COMPLETION)
     validate = chat if is_chat else complete
@@ -101,49 +152,11 @@ def test_null_means_unset_for_every_field(tokenizer: Tokenizer, is_chat: bool) -
 
 
 @pytest.mark.parametrize(("is_chat", "name", "value"), NEUTRAL, ids=lambda value: str(value)[:24])
-def test_what_asks_for_nothing_is_taken(
-    tokenizer: Tokenizer, is_chat: bool, name: str, value: Any
-) -> None:
+def test_what_asks_for_nothing_is_taken(tokenizer: Tokenizer, is_chat: bool, name: str, value: Any) -> None:
     (chat if is_chat else complete)(tokenizer, **{name: value})
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
-        ("tool_choice", "required"),
-        ("tool_choice", {"type": "function", "function": {"name": "f"}}),
-        ("functions", [{"name": "f"}]),
-        ("function_call", {"name": "f"}),
-        ("response_format", {"type": "json_object"}),
-        ("response_format", {"type": "json_schema", "json_schema": {}}),
-        ("best_of", 2),
-        ("best_of", True),
-        ("store", True),
-        ("metadata", {"a": "b"}),
-        ("service_tier", "priority"),
-        ("modalities", ["text", "audio"]),
-        ("audio", {"voice": "alloy"}),
-        ("prediction", {"type": "content", "content": "x"}),
-        ("reasoning_effort", "high"),
-        ("verbosity", "low"),
-        ("web_search_options", {}),
-        ("suffix", "the end"),
-        ("guided_json", {"type": "object"}),
-        ("guided_regex", "a+"),
-        ("use_beam_search", True),
-        ("use_beam_search", 0),
-        ("length_penalty", 1.1),
-        ("prompt_logprobs", 0),
-        ("skip_special_tokens", False),
-        ("chat_template", "{{ messages }}"),
-        ("allowed_token_ids", [1]),
-        ("bad_words", ["x"]),
-        ("typical_p", 0.9),
-        ("mirostat", 2),
-    ],
-    ids=lambda value: str(value)[:24],
-)
+@pytest.mark.parametrize(("name", "value"), cases(UNSUPPORTED), ids=lambda value: str(value)[:24])
 def test_what_is_not_supported_is_refused_by_name(tokenizer: Tokenizer, name: str, value: Any) -> None:
     for is_chat in (False, True):
         error = refused(tokenizer, is_chat, **{name: value})
@@ -201,7 +214,12 @@ def test_prompts_at_fault(tokenizer: Tokenizer, prompt: Any, param: str) -> None
         ([{"role": "user", "content": []}], "messages[0].content"),
         ([{"role": "user", "content": ["x"]}], "messages[0].content[0]"),
         (
-            [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {}}]}],
+            [
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {}}],
+                }
+            ],
             "messages[0].content[1].type",
         ),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
@@ -243,7 +261,7 @@ def test_fields_that_go_together(tokenizer: Tokenizer) -> None:
     assert refused(tokenizer, max_tokens=4, min_tokens=5).param == "min_tokens"
     assert refused(tokenizer, max_tokens=0).param == "max_tokens"
     assert complete(tokenizer, max_tokens=0, echo=True).scores_only
-    streamed = {"stream": True, "stream_options": {"include_obfuscation": True}}
+    streamed: dict[str, Any] = {"stream": True, "stream_options": {"include_obfuscation": True}}
     assert refused(tokenizer, **streamed).param == "stream_options.include_obfuscation"
 
 
