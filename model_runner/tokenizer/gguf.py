@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers
+from tokenizers import AddedToken, decoders, models, normalizers, processors
 
 from model_runner.errors import ModelNotServable
 from model_runner.model_files import file_identity, keep
-from model_runner.tokenizer.definition import TokenizerDefinition, add_bos_and_eos
+from model_runner.tokenizer.definition import TokenizerDefinition
 from model_runner.tokenizer.gguf_metadata import read_metadata
 from model_runner.tokenizer.pre_tokenizers import word_split
 from model_runner.tokenizer.token_bytes import SPACE_MARK
@@ -93,7 +93,7 @@ def define(metadata: Mapping[str, Any]) -> TokenizerDefinition:
         for role, key in _SPECIAL_TOKEN_KEYS.items()
         if ggml.get(key, len(tokens)) < len(tokens)
     }
-    add_bos_and_eos(
+    _add_bos_and_eos(
         backend,
         special_tokens.get("bos_token") if ggml.get("add_bos_token") else None,
         special_tokens.get("eos_token") if ggml.get("add_eos_token") else None,
@@ -184,6 +184,16 @@ def _add_tokens(backend: tokenizers.Tokenizer, ggml: Mapping[str, Any], *, phi3:
     ]
     backend.add_special_tokens([token for token in added if token.special])
     backend.add_tokens([token for token in added if not token.special])
+
+
+def _add_bos_and_eos(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> None:
+    """Make `encode` put these tokens, where given, first and last."""
+    marks = dict.fromkeys(token for token in (bos, eos) if token is not None)
+    backend.post_processor = processors.TemplateProcessing(
+        single=[*([bos] if bos is not None else []), "$A", *([eos] if eos is not None else [])],
+        pair="$A $B",
+        special_tokens=[(token, backend.token_to_id(token)) for token in marks],
+    )
 
 
 def _eos_token_ids(ggml: Mapping[str, Any]) -> tuple[int, ...]:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import AddedToken
 
 from model_runner.errors import ModelNotServable
 from model_runner.model_files import without_tokenizer_json
-from model_runner.tokenizer.definition import TokenizerDefinition, add_bos_and_eos
+from model_runner.tokenizer.definition import TokenizerDefinition
 
 _SPECIAL_TOKEN_NAMES = (
     "bos_token",
@@ -21,6 +22,7 @@ _SPECIAL_TOKEN_NAMES = (
     "cls_token",
     "mask_token",
 )
+_ADDED_TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def read_definition(directory: Path) -> TokenizerDefinition:
@@ -34,7 +36,7 @@ def read_definition(directory: Path) -> TokenizerDefinition:
         raise ModelNotServable(f"{path} is not a tokenizer that can be read: {error}") from error
     config = _read_json(directory / "tokenizer_config.json")
     special_tokens = _special_tokens(config, _read_json(directory / "special_tokens_map.json"))
-    _honour_bos_and_eos_flags(backend, config, special_tokens)
+    _add_missing_tokens(backend, config, special_tokens)
     return TokenizerDefinition(
         backend_json=backend.to_str(),
         special_tokens=special_tokens,
@@ -67,17 +69,29 @@ def _special_tokens(config: dict[str, Any], legacy_map: dict[str, Any]) -> dict[
     return tokens
 
 
-def _honour_bos_and_eos_flags(
+def _add_missing_tokens(
     backend: tokenizers.Tokenizer, config: dict[str, Any], special_tokens: dict[str, str]
 ) -> None:
-    """`add_bos_token` and `add_eos_token` of tokenizer_config.json overrule tokenizer.json."""
-    if config.get("add_bos_token") is None and config.get("add_eos_token") is None:
-        return
-    add_bos_and_eos(
-        backend,
-        special_tokens.get("bos_token") if config.get("add_bos_token") else None,
-        special_tokens.get("eos_token") if config.get("add_eos_token") else None,
-    )
+    """Tokens that only tokenizer_config.json declares, and named special tokens that are not marked as such.
+
+    Its `add_bos_token` and `add_eos_token` are not read: as in transformers 5, tokenizer.json decides.
+    """
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for stated, token in sorted(
+        config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])
+    ):
+        if token["content"] in known:
+            continue
+        backend.add_tokens([AddedToken(**{key: token[key] for key in _ADDED_TOKEN_FIELDS if key in token})])
+        if backend.token_to_id(token["content"]) != int(stated):
+            raise ModelNotServable(
+                f"tokenizer_config.json gives the token {token['content']!r} the id {stated}, but "
+                "tokenizer.json does not."
+            )
+        known.add(token["content"])
+    for content in special_tokens.values():
+        if content not in known and backend.token_to_id(content) is not None:
+            backend.add_special_tokens([AddedToken(content, normalized=False)])
 
 
 def _eos_token_ids(

@@ -1,12 +1,14 @@
-"""The bytes that each token stands for, read from the description of a `tokenizers` tokenizer."""
+"""The bytes that each token stands for, worked out from the parts of a `tokenizers` tokenizer."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import tokenizers
+import tokenizers.models
 
 from model_runner.errors import ModelNotServable
 
@@ -14,8 +16,9 @@ SPACE_MARK = "▁"  # SentencePiece writes a space as U+2581
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _BYTE_LEVEL = frozenset({"ByteLevel"})
 _SENTENCE_PIECE = frozenset({"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"})
-# By how much a normalizer can shrink UTF-8. Canonical composition (NFC) makes one Hangul syllable (3 bytes) of
-# three jamo (9), and one Greek letter (3) of a letter and three accents (8).
+_KEEP_ALL_TEXT = frozenset({"ByteLevel", "Digits", "Metaspace", "Punctuation", "Split"})
+# By how much a normalizer can shrink UTF-8. Canonical composition (NFC) makes one Hangul syllable of 3 bytes
+# of three jamo of 9, and one Greek letter of 3 bytes of a letter and three accents of 8.
 _SHRINKS = {"Replace": 1, "Prepend": 1, "NFC": 4, "ByteLevel": 1}
 
 
@@ -36,10 +39,11 @@ def byte_alphabet() -> dict[str, int]:
 class TokenTable:
     """Bytes of every token id, and which ids are marks."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, description: Mapping[str, Any]) -> None:
-        steps = list(_flatten(description.get("decoder"), "decoders"))
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        """Raises ModelNotServable for a decoder that does more than join bytes."""
+        steps = _steps(backend.decoder, "decoders")
         kinds = {step["type"] for step in steps}
-        if not kinds or not (kinds <= _BYTE_LEVEL or kinds <= _SENTENCE_PIECE):
+        if not _supported(steps):
             raise ModelNotServable(
                 f"The tokenizer's decoder ({', '.join(sorted(kinds)) or 'none'}) is not supported. Plimsoll "
                 "serves byte-level BPE and SentencePiece tokenizers."
@@ -74,15 +78,18 @@ class TokenTable:
         return max(map(len, self._bytes), default=0)
 
 
-def most_bytes_per_token(description: Mapping[str, Any], table: TokenTable) -> int:
-    """The most bytes of text, but for those that are unwritable, that one token can stand for; 0 when unbounded."""
-    model = description["model"]
-    if model["type"] != "BPE":
+def most_bytes_per_token(backend: tokenizers.Tokenizer, table: TokenTable) -> int:
+    """The most bytes of text, unwritable ones aside, that one token can stand for; 0 when unbounded."""
+    model = backend.model
+    if not isinstance(model, tokenizers.models.BPE):
         return 0
-    if model.get("unk_token") is not None and (table.unwritable or not model.get("byte_fallback")):
+    if model.unk_token is not None and (table.unwritable or not model.byte_fallback):
         return 0  # a run of unknown characters of any length can be one token
+    for step in _steps(backend.pre_tokenizer, "pretokenizers"):
+        if step["type"] not in _KEEP_ALL_TEXT or step.get("behavior") == "Removed":
+            return 0
     factor = 1
-    for step in _flatten(description.get("normalizer"), "normalizers"):
+    for step in _steps(backend.normalizer, "normalizers"):
         replaced = step.get("pattern", {}).get("String")
         if step["type"] not in _SHRINKS or (step["type"] == "Replace" and replaced != " "):
             return 0
@@ -90,14 +97,26 @@ def most_bytes_per_token(description: Mapping[str, Any], table: TokenTable) -> i
     return factor * table.longest
 
 
-def _flatten(step: Mapping[str, Any] | None, members: str) -> Iterator[Mapping[str, Any]]:
-    if step is None:
-        return
+def _steps(component: Any, members: str) -> list[Mapping[str, Any]]:
+    """What a decoder, normalizer or pre-tokenizer consists of, as in tokenizer.json, sequences undone."""
+    return [] if component is None else list(_flatten(json.loads(component.__getstate__()), members))
+
+
+def _flatten(step: Mapping[str, Any], members: str) -> Iterator[Mapping[str, Any]]:
     if step["type"] == "Sequence":
         for member in step[members]:
             yield from _flatten(member, members)
     else:
         yield step
+
+
+def _supported(steps: list[Mapping[str, Any]]) -> bool:
+    kinds = {step["type"] for step in steps}
+    replacements = [(step["pattern"], step["content"]) for step in steps if step["type"] == "Replace"]
+    return bool(kinds) and (
+        kinds <= _BYTE_LEVEL
+        or (kinds <= _SENTENCE_PIECE and all(pair == ({"String": SPACE_MARK}, " ") for pair in replacements))
+    )
 
 
 def _strips_first_space(step: Mapping[str, Any]) -> bool:

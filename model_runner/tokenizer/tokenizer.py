@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -27,9 +26,8 @@ class Tokenizer:
         self._backend = tokenizers.Tokenizer.from_str(definition.backend_json)
         self._backend.no_truncation()
         self._backend.no_padding()
-        description = json.loads(definition.backend_json)
-        self._table = TokenTable(self._backend, description)
-        self._most_bytes_per_token = most_bytes_per_token(description, self._table)
+        self._table = TokenTable(self._backend)
+        self._most_bytes_per_token = most_bytes_per_token(self._backend, self._table)
         self._unwritable = self._table.unwritable
         self._special_tokens = dict(definition.special_tokens)
         self._eos_token_ids = definition.eos_token_ids

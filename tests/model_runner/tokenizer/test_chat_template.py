@@ -23,7 +23,7 @@ TEMPLATES = {
         "{% endfor %}\n"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     ),
-    "tokens": "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}{{ pad_token }}",
+    "tokens": "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}{{ pad }}",
     "json": "{{ messages | tojson }}{{ messages[0] | tojson(indent=2) }}",
     "loop controls": (
         "{% for m in messages %}{% if loop.index == 2 %}{% continue %}{% endif %}"
@@ -83,7 +83,7 @@ def test_what_a_template_raises_is_the_client_s_to_mend(template: str, said: str
 def test_a_client_cannot_change_the_conversation_by_naming_a_variable() -> None:
     template = ChatTemplate("{{ messages | length }}{{ bos_token }}", TOKENS)
     with pytest.raises(TypeError):
-        template.render(MESSAGES, **{"messages": []})
+        template.render(MESSAGES, messages=[])
 
 
 def test_a_template_that_does_not_compile_stops_the_start() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ pure = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], dea
 
 def in_pieces(ids: list[int], cuts: list[int]) -> list[list[int]]:
     edges = sorted({0, len(ids), *(c % (len(ids) + 1) for c in cuts)})
-    return [ids[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [ids[a:b] for a, b in pairwise(edges)]
 
 
 def stream(tokenizer: Tokenizer, pieces: list[list[int]], **options: bool) -> list[str]:
@@ -31,7 +32,7 @@ def stream(tokenizer: Tokenizer, pieces: list[list[int]], **options: bool) -> li
 @pure
 def test_pieces_join_to_the_text(default_tokenizer: Tokenizer, text: str, cuts: list[int]) -> None:
     ids = default_tokenizer.encode(text)
-    # The model has no token for a few bytes: some control characters, and some that begin unassigned characters.
+    # The model has no token for a few bytes, of control characters and unassigned ones.
     text = text.encode().translate(None, delete=default_tokenizer._unwritable).decode(errors="replace")
     pieces = stream(default_tokenizer, in_pieces(ids, cuts), skip_special_tokens=False)
     assert "".join(pieces) == text

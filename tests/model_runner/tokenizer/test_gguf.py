@@ -115,7 +115,7 @@ class TestByteLevel:
     def test_an_unknown_pre_tokenizer_is_refused_by_name(
         self, write_gguf: WriteGGUF, byte_level: Fields
     ) -> None:
-        with pytest.raises(ModelNotServable, match="'brand-new'.*smollm"):
+        with pytest.raises(ModelNotServable, match=r"'brand-new'.*smollm"):
             load(write_gguf(byte_level("brand-new")))
 
     def test_a_file_that_names_no_pre_tokenizer_is_refused(
@@ -180,7 +180,7 @@ class TestSentencePiece:
     def test_phi_3_s_marks_swallow_the_space_after_them(
         self, write_gguf: WriteGGUF, sentence_piece: Fields
     ) -> None:
-        tokenizer = load(write_gguf(sentence_piece() | {"add_space_prefix": False}, name="p.gguf"))
+        tokenizer = load(write_gguf(sentence_piece() | {"add_space_prefix": False}, "p.gguf"))
         assert spell(tokenizer, "</s>  hello") == ["</s>", " ", " hello"]
         phi3 = load(write_gguf(sentence_piece() | {"add_space_prefix": False}, "q.gguf", name="Phi-3-mini"))
         assert spell(phi3, "</s>  hello") == ["</s>", "hell", "o"]

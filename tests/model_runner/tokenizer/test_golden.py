@@ -32,4 +32,4 @@ def test_the_cases_tell_digits_apart(default_tokenizer: Tokenizer) -> None:
     without = default_tokenizer._backend.__class__.from_str(default_tokenizer._backend.to_str())
     without.pre_tokenizer = ByteLevel(add_prefix_space=False)
     differing = [text for text, ids in GOLDEN["cases"] if without.encode(text).ids != ids]
-    assert len(differing) > 20
+    assert differing

