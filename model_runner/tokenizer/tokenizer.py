@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from model_runner.tokenizer.chat_template import ChatTemplate
 from model_runner.tokenizer.definition import TokenizerDefinition
 from model_runner.tokenizer.detokenizer import IncrementalDetokenizer
 from model_runner.tokenizer.token_bytes import TokenTable, most_bytes_per_token
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Tokenizer:
@@ -67,7 +70,12 @@ class Tokenizer:
         return self._chat_template is not None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """`add_special_tokens`: put the marks around it that the model knows (usually a first BOS)."""
+        """`add_special_tokens`: put the marks around it that the model knows (usually a first BOS).
+
+        Half a surrogate pair, which JSON can spell and UTF-8 can't, is read as U+FFFD.
+        """
+        if _SURROGATE.search(text):
+            text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_prompt(self, text: str) -> list[int]:

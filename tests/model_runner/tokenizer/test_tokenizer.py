@@ -33,6 +33,11 @@ def test_text_that_spells_a_special_token_is_that_token(default_tokenizer: Token
     assert default_tokenizer.encode("<|im_end|>") == [2]
 
 
+def test_half_a_surrogate_pair_is_read_as_the_replacement_character(default_tokenizer: Tokenizer) -> None:
+    assert default_tokenizer.encode("a\ud800b") == default_tokenizer.encode("a\ufffdb")
+    assert default_tokenizer.encode("\ud83d\ude42") == default_tokenizer.encode("🙂")
+
+
 def test_a_chat_is_encoded_as_its_template_writes_it(default_tokenizer: Tokenizer) -> None:
     text = default_tokenizer.apply_chat_template(MESSAGES)
     assert text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
@@ -58,7 +63,7 @@ def test_single_tokens_for_logprobs(default_tokenizer: Tokenizer) -> None:
     assert default_tokenizer.token_bytes(-1) == b""
 
 
-@given(text=st.text(max_size=200) | st.text(alphabet=" \nab\x06<|im_end>", max_size=200))
+@given(text=st.text(st.characters(), max_size=200) | st.text(alphabet=" \nab\x06<|im_end>", max_size=200))
 @pure
 def test_the_bound_on_tokens_is_a_bound(default_tokenizer: Tokenizer, text: str) -> None:
     assert default_tokenizer.min_token_count(text) <= len(default_tokenizer.encode(text))
