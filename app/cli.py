@@ -6,8 +6,9 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from app.options import UsageError, did_you_mean
+from app.options import UsageError
 from app.settings import load_settings
+from app.values import did_you_mean
 from app.version import plimsoll_version
 from model_runner.errors import StartupError
 

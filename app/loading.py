@@ -71,7 +71,7 @@ class LoadingReport:
 def plan_rows(settings: Settings, model: ModelInfo) -> list[tuple[str, str]]:
     """The start-up table: names and values, in words."""
     spec = model.spec
-    threads = f", {model.num_threads} threads" if model.device == "cpu" else ""
+    threads = f", {_count(model.num_threads, 'thread')}" if model.device == "cpu" else ""
     rows = [
         ("model", f"{settings.served_model_name} ({model.architecture})"),
         ("weights", f"{format_size(model.weights_bytes)}, {model.dtype} on {model.device}{threads}"),
@@ -99,7 +99,7 @@ def _aside(model: ModelInfo) -> str:
 def _fitting(model: ModelInfo, tokens: int, settings: Settings) -> str:
     """How many requests of `tokens` (prompt and output together) fit; the last token is never cached."""
     fitting = model.spec.max_sequences(tokens - 1, model.num_blocks)
-    words = f"{fitting:,} request{'' if fitting == 1 else 's'}"
+    words = _count(fitting, "request")
     limit = settings.max_num_seqs
     return words if fitting <= limit else f"{words} (--max-num-seqs lets {limit:,} run)"
 
@@ -110,5 +110,8 @@ def layer_groups(spec: KVCacheSpec) -> str:
     kinds = [
         f"{n} {kind}" + (f" (window {window:,})" if window else "") for (kind, window), n in counts.items()
     ]
-    layers = spec.layers_per_group
-    return f"{' and '.join(kinds)}, of {layers} layer{'' if layers == 1 else 's'} each"
+    return f"{' and '.join(kinds)}, of {_count(spec.layers_per_group, 'layer')} each"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-Parse = Callable[[str], Any]
+from app.values import Parse, did_you_mean
 
 
 class UsageError(Exception):
@@ -80,55 +79,6 @@ def options_of(cls: type) -> tuple[Option, ...]:
     return tuple(found)
 
 
-# what a value may be
-
-
-def text(value: str) -> str:
-    if not value.strip():
-        raise ValueError("must not be empty")
-    return value.strip()
-
-
-def choice(*allowed: str) -> Parse:
-    def parse(value: str) -> str:
-        if value not in allowed:
-            raise ValueError(f"{value!r} is not one of {', '.join(allowed)}{did_you_mean(value, allowed)}")
-        return value
-
-    return parse
-
-
-def yes(value: str) -> bool:
-    """Of a switch."""
-    return bool(choice("yes", "no")(value) == "yes")
-
-
-def integer(minimum: int, maximum: int | None = None) -> Parse:
-    def parse(value: str) -> int:
-        if not re.fullmatch(r"[+-]?\d+", value.strip()):
-            raise ValueError(f"{value!r} is not a whole number; write for example {max(minimum, 1)}")
-        _check_range(int(value), minimum, maximum)
-        return int(value)
-
-    return parse
-
-
-def number(minimum: float, maximum: float | None = None) -> Parse:
-    def parse(value: str) -> float:
-        if not re.fullmatch(r"[+-]?(\d+(\.\d*)?|\.\d+)", value.strip()):
-            raise ValueError(f"{value!r} is not a number; write for example {maximum or 30:g}")
-        _check_range(float(value), minimum, maximum)
-        return float(value)
-
-    return parse
-
-
-def _check_range(value: float, minimum: float, maximum: float | None) -> None:
-    if value < minimum or (maximum is not None and value > maximum):
-        allowed = f"at least {minimum:g}" if maximum is None else f"from {minimum:g} to {maximum:g}"
-        raise ValueError(f"{value:g} is out of range; it must be {allowed}")
-
-
 # reading the command line and the environment
 
 
@@ -184,7 +134,8 @@ def read_flags(parser: argparse.ArgumentParser, options: Sequence[Option], argv:
     for each in options:
         raw: list[str] = getattr(found, each.name, [])
         if len(raw) > 1 and not each.repeatable:
-            raise UsageError(f"{each.flag} is given {len(raw)} times ({', '.join(raw)}); write it once.")
+            shown = "" if each.secret else f" ({', '.join(raw)})"
+            raise UsageError(f"{each.flag} is given {len(raw)} times{shown}; write it once.")
         for value in raw:
             _put(given, each, value, where=each.flag, written=f"{each.flag} {value}")
     return given
@@ -236,11 +187,6 @@ def _explain_unknown(prog: str, word: str, options: Sequence[Option]) -> str:
             return f"unknown option {flag}; here it is called {each.flag}: {each.help}"
     guess = did_you_mean(flag, [each.flag for each in options])
     return f"unknown option {flag}{guess} See `{prog} --help`."
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else "."
 
 
 def markdown_table(options: Sequence[Option], *, env_prefix: str) -> str:

@@ -48,9 +48,15 @@ def serve(settings: Settings) -> int:
     """Serve until a signal comes. Returns the exit code. Raises StartupError when it can't start."""
     logs.configure(settings.log_level, settings.log_format)
     disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double the series of every counter and histogram
-    sockets = bind(settings.host, settings.port)
-    with asyncio.Runner(loop_factory=uvicorn.Config("", log_config=None).get_loop_factory()) as runner:
-        return runner.run(_serve(settings, sockets))
+    try:
+        sockets = bind(settings.host, settings.port)
+        with asyncio.Runner(loop_factory=uvicorn.Config("", log_config=None).get_loop_factory()) as runner:
+            return runner.run(_serve(settings, sockets))
+    except StartupError as error:
+        if settings.log_format == "text":
+            raise
+        logs.event(error.message, level=logging.ERROR)
+        return 1
 
 
 async def _serve(settings: Settings, sockets: Sequence[socket.socket]) -> int:

@@ -13,20 +13,26 @@ from typing import Literal
 
 from app.options import (
     Given,
-    Parse,
     UsageError,
     build_parser,
-    choice,
-    integer,
     markdown_table,
-    number,
     option,
     options_of,
     read_environment,
     read_flags,
+)
+from app.values import (
+    api_keys,
+    block_size,
+    choice,
+    device,
+    duration,
+    integer,
+    memory,
+    model_len,
+    number,
     text,
 )
-from app.sizes import parse_duration, parse_size
 from model_runner.async_engine import DoorPolicy
 from model_runner.config import EngineConfig
 
@@ -37,62 +43,6 @@ _MODEL = "the model"
 _MEMORY = "memory and batching"
 _DOOR = "the door (what is admitted, queued, refused)"
 _SERVER = "the server"
-
-
-def _memory(value: str) -> int:
-    size = parse_size(value)
-    if size < 1:
-        raise ValueError("must be more than nothing; write for example 512MiB")
-    return size
-
-
-def _duration(minimum: float) -> Parse:
-    def parse(value: str) -> float:
-        seconds = parse_duration(value)
-        if not minimum <= seconds <= 86400:
-            raise ValueError(f"{value} is out of range; it must be from {minimum:g}s to 24h")
-        return seconds
-
-    return parse
-
-
-def _model_len(value: str) -> int | Literal["auto"]:
-    if value == "auto":
-        return "auto"
-    length: int = integer(1)(value)
-    return length
-
-
-def _block_size(value: str) -> int:
-    size: int = integer(1, 1024)(value)
-    if size & (size - 1):
-        below = 1 << (size.bit_length() - 1)
-        raise ValueError(f"{size} is not a power of two; write {below} or {below * 2}")
-    return size
-
-
-def _device(value: str) -> str:
-    kind, _, index = value.partition(":")
-    if kind in ("auto", "cpu") and value == kind:
-        return value
-    if kind == "cuda" and (value == kind or index.isdecimal()):
-        return value
-    raise ValueError(f"{value!r} is not a device; write auto, cpu, cuda or cuda:0")
-
-
-def _api_keys(value: str) -> tuple[str, ...]:
-    """Never echoes a key: these messages end up in logs."""
-    if value.startswith("@"):
-        try:
-            lines = Path(value[1:]).expanduser().read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"the file of keys can't be read: {error}") from None
-    else:
-        lines = value.split(",")
-    keys = tuple(line.strip() for line in lines if line.strip())
-    if not keys:
-        raise ValueError("holds no key; leave the option out to serve without keys")
-    return keys
 
 
 def default_cache_dir() -> str:
@@ -134,14 +84,14 @@ class Settings:
         "auto",
         group=_MODEL,
         metavar="DEVICE",
-        parse=_device,
+        parse=device,
         help="auto, cpu, cuda or cuda:N. auto takes a GPU when there is one.",
     )
     max_model_len: int | Literal["auto"] | None = option(
         None,
         group=_MODEL,
         metavar="TOKENS",
-        parse=_model_len,
+        parse=model_len,
         shown="the model's own context",
         help="Longest prompt + output of one request, in tokens; auto is the longest that fits the KV cache.",
         known_as=("--ctx-size", "-c", "--max-total-tokens", "--context-length", "--max-seq-len"),
@@ -175,7 +125,7 @@ class Settings:
         None,
         group=_MEMORY,
         metavar="SIZE",
-        parse=_memory,
+        parse=memory,
         shown="a share of the memory, see below",
         help="All the memory that the KV cache may take: 512MiB, 8GiB.",
         known_as=("--kv-cache-memory-bytes", "--kv-cache-size", "--kv-memory"),
@@ -200,7 +150,7 @@ class Settings:
         16,
         group=_MEMORY,
         metavar="TOKENS",
-        parse=_block_size,
+        parse=block_size,
         help="Tokens in a block of the KV cache, a power of two.",
         known_as=("--page-size",),
     )
@@ -239,7 +189,7 @@ class Settings:
         60.0,
         group=_DOOR,
         metavar="TIME",
-        parse=_duration(0),
+        parse=duration(0),
         shown="60s",
         help="Longest that a request may wait for room. One whose predicted wait is longer is refused with "
         "429 at once; one that waits past it ends with 504.",
@@ -255,7 +205,7 @@ class Settings:
         4 * 2**20,
         group=_DOOR,
         metavar="SIZE",
-        parse=_memory,
+        parse=memory,
         shown="4MiB",
         help="Largest request body; a larger one is refused with 413 before it is read whole.",
         known_as=("--payload-limit",),
@@ -297,7 +247,7 @@ class Settings:
         flag="--api-key",
         group=_SERVER,
         metavar="KEY[,KEY…]|@FILE",
-        parse=_api_keys,
+        parse=api_keys,
         repeatable=True,
         secret=True,
         shown="none: everybody may ask",
@@ -309,7 +259,7 @@ class Settings:
         60.0,
         group=_SERVER,
         metavar="TIME",
-        parse=_duration(0.1),
+        parse=duration(0.1),
         shown="60s",
         help="An engine whose step takes longer counts as dead, and a new one is started.",
     )
@@ -317,7 +267,7 @@ class Settings:
         25.0,
         group=_SERVER,
         metavar="TIME",
-        parse=_duration(0),
+        parse=duration(0),
         shown="25s",
         help="After SIGTERM, how long running requests may take to finish. (Kubernetes kills after 30 s.)",
         known_as=("--graceful-timeout", "--timeout-graceful-shutdown"),

@@ -6,20 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from app.options import (
-    Parse,
-    UsageError,
-    build_parser,
-    choice,
-    integer,
-    number,
-    option,
-    options_of,
-    read_flags,
-    text,
-    yes,
-)
+from app.options import UsageError, build_parser, option, options_of, read_flags
 from app.sizes import parse_duration, parse_size
+from app.values import Parse, choice, integer, number, text, yes
 
 _TARGET = "the server"
 _LOAD = "the load"

@@ -184,5 +184,6 @@ def test_promtool_complains_of_nothing_but_the_gateways_colon(metrics: Metrics, 
     complaints = (done.stdout + done.stderr).decode().splitlines()
     assert len(complaints) == 4
     assert all(
-        line.startswith("vllm:") and line.endswith("metric names should not contain ':'") for line in complaints
+        line.startswith("vllm:") and line.endswith("metric names should not contain ':'")
+        for line in complaints
     )

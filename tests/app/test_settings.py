@@ -75,7 +75,16 @@ def test_every_option_is_a_flag_and_a_variable(option: Any) -> None:
 
 
 def test_the_engine_is_asked_for_what_was_written() -> None:
-    argv = ["--kv-cache-memory", "64MiB", "--max-model-len", "auto", "--dtype", "float32", "--max-num-seqs", "8"]
+    argv = [
+        "--kv-cache-memory",
+        "64MiB",
+        "--max-model-len",
+        "auto",
+        "--dtype",
+        "float32",
+        "--max-num-seqs",
+        "8",
+    ]
     config = load(*argv).engine_config()
     assert config.kv_cache_memory_bytes == 64 * 2**20
     assert (config.max_model_len, config.max_model_len_auto) == (None, True)
@@ -179,7 +188,12 @@ def test_what_kubernetes_says_of_a_service_named_plimsoll_is_not_for_us() -> Non
 def test_keys_from_flags_files_and_the_environment(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("one\n\n two \n")
-    assert load("--api-key", f"@{keys}", "--api-key", "three,four").api_keys == ("one", "two", "three", "four")
+    assert load("--api-key", f"@{keys}", "--api-key", "three,four").api_keys == (
+        "one",
+        "two",
+        "three",
+        "four",
+    )
     assert load(PLIMSOLL_API_KEY="a,b").api_keys == ("a", "b")
     assert "can't be read" in refusal("--api-key", f"@{tmp_path}/none")
     assert "holds no key" in refusal("--api-key", ",")

@@ -26,7 +26,7 @@ def test_sizes_as_people_write_them(text: str, expected: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "MiB", "12XB", "-1GiB", "1e9", "1,5GB", "٣GiB", "8 GiB free"])
 def test_what_is_no_size_is_refused_with_examples(text: str) -> None:
-    with pytest.raises(ValueError, match="512MiB, 8GiB, 1.5GB or plain bytes"):
+    with pytest.raises(ValueError, match=r"512MiB, 8GiB, 1\.5GB or plain bytes"):
         parse_size(text)
 
 
@@ -37,7 +37,7 @@ def test_an_ambiguous_unit_is_asked_about() -> None:
 
 @given(st.integers(0, 2**60))
 def test_a_size_says_what_it_is(size: int) -> None:
-    """Formatting and parsing again loses at most half of the last digit shown, and a byte to rounding down."""
+    """Formatting and parsing again loses at most half of the last digit shown, and a byte in rounding."""
     assert abs(parse_size(format_size(size)) - size) <= size * 0.005 + 1
 
 
