@@ -66,9 +66,7 @@ def build_engine(
         torch.set_num_threads(chosen.num_threads)
         plan = _plan_on_cpu(config, chosen)
         on_planned(_model_info(chosen, plan))
-    model = load_model(
-        chosen.source, chosen.dtype, chosen.device, lambda fraction: on_progress("reading weights", fraction)
-    )
+    model = load_model(chosen.source, chosen.dtype, chosen.device, on_progress)
     modules = attention_modules(model, chosen.spec)
     execution = accelerate(model, modules, cache_dir=config.cache_dir, mode=config.compile)
     loaded = _Loaded(model, modules, execution.attention)

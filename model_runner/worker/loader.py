@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,10 @@ from model_runner.worker.gguf_cache import GGUFCache
 
 logger = logging.getLogger(__name__)
 
-OnFraction = Callable[[float], None]
+# Where checkpoints of models that do more than text keep the weights of the text decoder.
+_DECODER_NAMES = {r"^model\.language_model\.": "model.", r"^language_model\.": ""}
+
+OnProgress = Callable[[str, float], None]  # stage, fraction
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,7 @@ class Source:
     gguf: GGUFCache | None
     folder: Path | None  # of safetensors; None until a GGUF is converted
     eos_token_ids: tuple[int, ...]
+    nested: bool = False  # the decoder is one part of what the folder holds (images, speech …)
 
     @property
     def architecture(self) -> str:
@@ -39,8 +44,17 @@ class Source:
 
     @property
     def context(self) -> int | None:
-        """The longest sequence the model was made for, in tokens."""
-        return getattr(self.config, "max_position_embeddings", None)
+        """The longest sequence that is computed rightly, in tokens, when the config says so.
+
+        That is what the model was made for, but with `longrope` only up to the length it was first trained at:
+        beyond it, transformers gives every sequence of a batch other rotations than alone, cached keys included.
+        """
+        declared: int | None = getattr(self.config, "max_position_embeddings", None)
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        original = rope.get("original_max_position_embeddings")
+        if rope.get("rope_type") == "longrope" and original and declared:
+            return min(original, declared)
+        return declared
 
 
 def read_source(files: ModelFiles) -> Source:
@@ -62,9 +76,8 @@ def read_source(files: ModelFiles) -> Source:
             "bfloat16 or float32, or a .gguf file, which is dequantised."
         )
     config = whole.get_text_config(decoder=True)
-    if config is not whole and not config.architectures:
-        config.architectures = whole.architectures
-    return Source(config, None, files.path, _eos_token_ids(config, files.path))
+    eos_token_ids = _eos_token_ids(config, files.path)
+    return Source(config, None, files.path, eos_token_ids, nested=config is not whole)
 
 
 def _eos_token_ids(config: PreTrainedConfig, folder: Path | None) -> tuple[int, ...]:
@@ -98,7 +111,7 @@ def skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> nn.Module:
 
 
 def load_model(
-    source: Source, dtype: torch.dtype, device: torch.device, on_progress: OnFraction
+    source: Source, dtype: torch.dtype, device: torch.device, on_progress: OnProgress
 ) -> nn.Module:
     """The model with its weights, ready for inference. A GGUF is converted first, if it was not yet.
 
@@ -106,10 +119,10 @@ def load_model(
     """
     folder = source.folder
     if source.gguf is not None:
-        folder = source.gguf.convert(source.config, dtype, lambda fraction: on_progress(fraction * 0.8))
+        folder = source.gguf.convert(source.config, dtype, partial(on_progress, "converting the GGUF file"))
     assert folder is not None
     try:
-        with _weights_progress(on_progress):
+        with _weights_progress(partial(on_progress, "reading weights")):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 str(folder),
                 config=source.config,
@@ -117,6 +130,7 @@ def load_model(
                 attn_implementation="eager",
                 local_files_only=True,
                 use_safetensors=True,
+                key_mapping=_DECODER_NAMES if source.nested else None,
                 output_loading_info=True,
             )
     except (OSError, ValueError, RuntimeError) as error:
@@ -131,13 +145,13 @@ def load_model(
 
 
 @contextmanager
-def _weights_progress(on_progress: OnFraction) -> Iterator[None]:
+def _weights_progress(on_fraction: Callable[[float], None]) -> Iterator[None]:
     """Report transformers' loading instead of letting it draw its own progress bar."""
 
     def watch(_: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         items = args[0] if args else options["iterable"]
         total = options.get("total") or len(items)
-        return _reported(items, total, on_progress)
+        return _reported(items, total, on_fraction)
 
     transformers_logging.set_tqdm_hook(watch)
     try:
@@ -146,7 +160,7 @@ def _weights_progress(on_progress: OnFraction) -> Iterator[None]:
         transformers_logging.set_tqdm_hook(None)
 
 
-def _reported(items: Any, total: int, on_progress: OnFraction) -> Iterator[Any]:
+def _reported(items: Any, total: int, on_fraction: Callable[[float], None]) -> Iterator[Any]:
     for number, item in enumerate(items, 1):
         yield item
-        on_progress(number / total)
+        on_fraction(number / total)

@@ -8,7 +8,6 @@ from model_runner.config import EngineConfig
 from model_runner.core.kv_spec import KVCacheSpec
 from model_runner.errors import DoesNotFit
 
-
 _COMMON_TOKENS = 512
 _LONG_SEQUENCES = 4
 
@@ -65,7 +64,7 @@ def plan(config: EngineConfig, spec: KVCacheSpec, kv_bytes: int, context: int | 
         f"One request of {wished} tokens needs {mib(needed * spec.block_bytes)} of KV cache, but only "
         f"{mib(max(0, num_blocks) * spec.block_bytes)} are left for requests (of {mib(kv_bytes)}, less "
         f"{mib(headroom * spec.block_bytes)} kept for prefills in flight). "
-        f"Give --kv-cache-memory {mib((needed + headroom) * spec.block_bytes)} or more{shorter}."
+        f"Give --kv-cache-memory {_option((needed + headroom) * spec.block_bytes)} or more{shorter}."
     )
 
 
@@ -93,5 +92,10 @@ def ample_kv_bytes(config: EngineConfig, spec: KVCacheSpec, max_model_len: int) 
 
 
 def mib(size: int) -> str:
+    """Bytes as people read sizes: "512.0MiB"."""
+    return f"{size / (1 << 20):.1f}MiB"
+
+
+def _option(size: int) -> str:
     """Bytes as people write sizes, rounded up: "512MiB"."""
     return f"{-(-size // (1 << 20))}MiB"

@@ -17,7 +17,7 @@ from model_runner.core.output import SampleRow
 from model_runner.engine import EngineCore
 from model_runner.messages import Submit
 from model_runner.types import ChoiceOutput, SamplingParams, TokenLogprobs
-from model_runner.worker.attention import PagedLayer
+from model_runner.worker.attention import PagedAttention, PagedLayer, torch_paged_attention
 from model_runner.worker.kv_cache import allocate_kv_cache
 from model_runner.worker.runner import ModelRunner
 from model_runner.worker.sampler import Sampler
@@ -185,15 +185,24 @@ Serve = Callable[..., Served]
 
 @pytest.fixture
 def serve() -> Serve:
-    def serve(model: nn.Module, max_num_batched_tokens: int = 64, blocks: int = 400) -> Served:
+    def serve(
+        model: nn.Module,
+        max_num_batched_tokens: int = 64,
+        blocks: int = 400,
+        prepare: Callable[[nn.Module, list[nn.Module]], PagedAttention] | None = None,
+    ) -> Served:
+        """`prepare` may change the model and its attention modules, and chooses the attention."""
         model = copy.deepcopy(model)
-        spec = KVCacheSpec.from_config(model.config.to_dict(), block_size=BLOCK_SIZE, element_bytes=4)
+        dtype: torch.dtype = model.dtype
+        config = model.config.to_dict()
+        spec = KVCacheSpec.from_config(config, block_size=BLOCK_SIZE, element_bytes=dtype.itemsize)
         headroom = spec.headroom_blocks(max_num_batched_tokens)
-        kv_cache = allocate_kv_cache(spec, blocks + headroom, torch.float32, torch.device("cpu"))
+        kv_cache = allocate_kv_cache(spec, blocks + headroom, dtype, torch.device("cpu"))
         kv_cache.fill_(1e4)  # whatever is read before it is written shows
         sampler = RecordingSampler()
         modules = attention_modules(model, spec)
-        runner = ModelRunner(model, modules, spec, kv_cache, sampler)
+        attention = torch_paged_attention if prepare is None else prepare(model, modules)
+        runner = ModelRunner(model, modules, spec, kv_cache, sampler, attention)
         core = EngineCore(
             spec,
             runner,

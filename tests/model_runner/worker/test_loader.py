@@ -1,0 +1,123 @@
+"""Hugging Face folders: what is read, and what is refused rather than half read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedConfig
+
+from model_runner.errors import ModelNotServable
+from model_runner.model_files import ModelFiles
+from model_runner.worker.loader import load_model, read_source, weights_bytes
+
+CPU = torch.device("cpu")
+
+
+def files(folder: Path) -> ModelFiles:
+    return ModelFiles("hf", folder, folder.name, folder)
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    return load_model(read_source(files(folder)), dtype, CPU, lambda stage, fraction: None)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, families: Any) -> Path:
+    families.make("llama", eos_token_id=7).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_weights_come_back_in_the_served_dtype(folder: Path, families: Any) -> None:
+    saved = families.make("llama").state_dict()
+    loaded = load(folder, torch.bfloat16).state_dict()
+    assert saved.keys() == loaded.keys()
+    assert all(torch.equal(saved[name].bfloat16(), loaded[name]) for name in saved)
+
+
+def test_progress_is_told(folder: Path) -> None:
+    told: list[tuple[str, float]] = []
+    load_model(read_source(files(folder)), torch.float32, CPU, lambda *progress: told.append(progress))
+    assert {stage for stage, _ in told} == {"reading weights"}
+    assert told[-1][1] == 1.0
+
+
+def test_weights_are_counted_before_they_are_read(folder: Path) -> None:
+    source = read_source(files(folder))
+    assert weights_bytes(source, torch.bfloat16) == sum(
+        p.nbytes for p in load(folder, torch.bfloat16).parameters()
+    )
+
+
+def test_end_tokens(folder: Path) -> None:
+    assert read_source(files(folder)).eos_token_ids == (7,)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 9]}))
+    assert read_source(files(folder)).eos_token_ids == (5, 9)
+
+
+def test_missing_weights_are_refused(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.2.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelNotServable, match=r"lacks 1 of the model's weights.*layers\.2\.mlp\.up_proj"):
+        load(folder)
+
+
+def test_quantised_weights_are_refused(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}})
+    )
+    with pytest.raises(ModelNotServable, match=r"quantised \(mxfp4\)"):
+        read_source(files(folder))
+
+
+def test_a_config_that_is_none(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "no_such_type"}')
+    with pytest.raises(ModelNotServable, match="no model config that transformers can read"):
+        read_source(files(folder))
+
+
+def test_an_encoder_decoder_has_no_decoder_alone(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "t5"}')
+    with pytest.raises(ModelNotServable, match="no causal language model for 't5'"):
+        weights_bytes(read_source(files(folder)), torch.float32)
+
+
+def test_longrope_is_served_up_to_its_first_context(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    factors = [1.0] * 8
+    config["rope_parameters"] = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": factors,
+        "long_factor": factors,
+        "original_max_position_embeddings": 64,
+    }
+    assert read_source(files(folder)).context == config["max_position_embeddings"] == 256
+    (folder / "config.json").write_text(json.dumps(config))
+    assert read_source(files(folder)).context == 64
+
+
+def test_the_text_decoder_of_a_model_that_sees(tmp_path: Path, families: Any) -> None:
+    text: PreTrainedConfig = families.config("gemma3_text", tie_word_embeddings=True)
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(
+        text_config=text.to_dict(),
+        vision_config={**vision, "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+        image_token_index=500,
+        boi_token_index=501,
+        eoi_token_index=502,
+    )
+    whole = Gemma3ForConditionalGeneration(config).eval()
+    whole.save_pretrained(tmp_path)
+    decoder = load(tmp_path)
+    assert type(decoder).__name__ == "Gemma3ForCausalLM"
+    tokens = torch.tensor([[5, 6, 7]])
+    with torch.inference_mode():
+        torch.testing.assert_close(decoder(tokens).logits, whole(tokens).logits)
