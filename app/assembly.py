@@ -12,8 +12,6 @@ from model_runner.errors import ServerFault
 from model_runner.tokenizer import IncrementalDetokenizer, StopResult, StopStringMatcher, Tokenizer
 from model_runner.types import FinishReason, TokenLogprobs
 
-_LEAST_LOGPROB = -9999.0  # JSON has no -Infinity; the field writes this
-
 
 @dataclass(slots=True)
 class ScoredToken:
@@ -21,8 +19,7 @@ class ScoredToken:
 
     token_id: int
     text_offset: int
-    logprob: float | None  # None for the first token of an echoed prompt
-    top: list[tuple[int, float]]  # likeliest first
+    logprobs: TokenLogprobs | None  # None for the first token of an echoed prompt
 
 
 @dataclass(slots=True)
@@ -88,7 +85,7 @@ class ChoiceAssembler:
 
     def _push_token(self, token_id: int, logprobs: TokenLogprobs | None, delta: Delta) -> None:
         if logprobs is not None:
-            self._held.append(scored_token(logprobs, self._detokenized))
+            self._held.append(ScoredToken(token_id, self._detokenized, logprobs))
         text = self._detokenizer.push((token_id,))
         self.tokens += 1
         self._detokenized += len(text)
@@ -119,14 +116,6 @@ class ChoiceAssembler:
         count = bisect_right(self._ends, self._told)
         delta.scored += self._held[:count]
         del self._held[:count], self._ends[:count]
-
-
-def scored_token(logprobs: TokenLogprobs, text_offset: int) -> ScoredToken:
-    top = [
-        (token_id, max(logprob, _LEAST_LOGPROB))
-        for token_id, logprob in zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)
-    ]
-    return ScoredToken(logprobs.token_id, text_offset, max(logprobs.logprob, _LEAST_LOGPROB), top)
 
 
 class RequestAssembly:
@@ -193,9 +182,9 @@ class RequestAssembly:
         if prompt_index not in self._prompt_scores:
             return choice.echo(text, [])
         detokenizer = IncrementalDetokenizer(self._tokenizer, begins_text=True)
-        scored = [ScoredToken(prompt[0], 0, None, [])]
+        scored = [ScoredToken(prompt[0], 0, None)]
         offset = len(detokenizer.push(prompt[:1]))
         for logprobs in self._prompt_scores[prompt_index]:
-            scored.append(scored_token(logprobs, offset))
+            scored.append(ScoredToken(logprobs.token_id, offset, logprobs))
             offset += len(detokenizer.push((logprobs.token_id,)))
         return choice.echo(text, scored)

@@ -31,8 +31,13 @@ class RequestContext:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = take_request_id(Headers(scope=scope).get(REQUEST_ID, ""))
-        scope.setdefault("state", {})["request_id"] = request_id
+        given = clean_request_id(Headers(scope=scope).get(REQUEST_ID, ""))
+        request_id = given or f"req-{uuid.uuid4().hex}"
+        scope["state"] = {
+            **scope.get("state", {}),
+            "request_id": request_id,
+            "request_id_was_given": bool(given),
+        }
         started = False
 
         async def send_with_id(message: Message) -> None:
@@ -75,6 +80,5 @@ class Authentication:
         return scheme.lower() == "bearer" and any(matches)
 
 
-def take_request_id(given: str) -> str:
-    cleaned = _NOT_IN_AN_ID.sub("", given)[:_MAX_ID_CHARACTERS]
-    return cleaned or f"req-{uuid.uuid4().hex}"
+def clean_request_id(given: str) -> str:
+    return _NOT_IN_AN_ID.sub("", given)[:_MAX_ID_CHARACTERS]

@@ -9,6 +9,7 @@ threads.
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ BODY_SECONDS = 60.0
 INLINE_BYTES = (
     4096  # a body up to here is prepared in about a millisecond, less than a thread's turn would take
 )
-RETRY_SECONDS = 1.0  # preparation is short: whoever finds it full finds room soon
+RETRY_SECONDS = (1.0, 2.0)  # preparation is short: room comes soon. A range, so that a crowd scatters.
 
 T = TypeVar("T")
 
@@ -64,7 +65,7 @@ class Preparation:
         """A place among the requests in preparation. Raises QueueFull when there is none."""
         if self.requests >= self._max_requests:
             message = f"{self.requests} requests are being read and tokenised already, and no more may be."
-            raise QueueFull(message, retry_after_seconds=RETRY_SECONDS)
+            raise QueueFull(message, retry_after_seconds=random.uniform(*RETRY_SECONDS))
         lease = Lease(self)
         self.requests += 1
         try:
@@ -114,7 +115,7 @@ class Preparation:
                 f"Bodies of {self.bytes} bytes together are being read, "
                 f"and no more than {self._max_bytes} may be."
             )
-            raise QueueFull(message, retry_after_seconds=RETRY_SECONDS)
+            raise QueueFull(message, retry_after_seconds=random.uniform(*RETRY_SECONDS))
 
     def _too_large(self) -> RequestTooLarge:
         return RequestTooLarge(f"The body must be at most {self._max_request_bytes} bytes long.")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from app.assembly import Delta, ScoredToken
 from app.validation import ValidRequest
 from model_runner.tokenizer import Tokenizer
+from model_runner.types import TokenLogprobs
+
+_LEAST_LOGPROB = -9999.0  # JSON has no -Infinity; the field writes this
 
 
 class AnswerFormat:
@@ -69,18 +73,19 @@ class CompletionFormat(AnswerFormat):
             return None
         return {
             "tokens": [self._spell(each.token_id) for each in scored],
-            "token_logprobs": [each.logprob for each in scored],
+            "token_logprobs": [each.logprobs and _finite(each.logprobs.logprob) for each in scored],
             "top_logprobs": [self._top(each) for each in scored],
             "text_offset": [each.text_offset for each in scored],
         }
 
     def _top(self, scored: ScoredToken) -> dict[str, float] | None:
         """The likeliest, and the token itself when it is not one of them. Of two spelled alike, the first."""
-        if scored.logprob is None:
+        logprobs = scored.logprobs
+        if logprobs is None:
             return None
         top: dict[str, float] = {}
-        for token_id, logprob in (*scored.top, (scored.token_id, scored.logprob)):
-            top.setdefault(self._spell(token_id), logprob)
+        for token_id, logprob in (*_likeliest(logprobs), (logprobs.token_id, logprobs.logprob)):
+            top.setdefault(self._spell(token_id), _finite(logprob))
         return top
 
     def _spell(self, token_id: int) -> str:
@@ -118,18 +123,26 @@ class ChatFormat(AnswerFormat):
         if not self._wants_scores:
             return None
         content = []
-        for each in scored:
-            top = [self._token(token_id, logprob) for token_id, logprob in each.top]
-            content.append({**self._token(each.token_id, each.logprob), "top_logprobs": top})
+        for logprobs in (each.logprobs for each in scored if each.logprobs is not None):
+            top = [self._token(token_id, logprob) for token_id, logprob in _likeliest(logprobs)]
+            content.append({**self._token(logprobs.token_id, logprobs.logprob), "top_logprobs": top})
         return {"content": content, "refusal": None}
 
-    def _token(self, token_id: int, logprob: float | None) -> dict[str, Any]:
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         spelled = self._tokenizer.token_bytes(token_id)
         return {
             "token": spelled.decode(errors="replace"),
-            "logprob": logprob,
+            "logprob": _finite(logprob),
             "bytes": list(spelled),
         }
+
+
+def _likeliest(logprobs: TokenLogprobs) -> Iterator[tuple[int, float]]:
+    return zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LEAST_LOGPROB)
 
 
 def _delta_choice(

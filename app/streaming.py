@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from contextlib import aclosing
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -30,6 +31,7 @@ _HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would gather the tokens otherwise
 ]
+_INLINE_SCORES = 500  # about two milliseconds to write, with the most of likeliest tokens
 _DONE = b"data: [DONE]\n\n"
 
 T = TypeVar("T")
@@ -62,7 +64,7 @@ async def _disconnection(receive: Receive) -> None:
 
 async def collect(
     stream: RequestStream, assembly: RequestAssembly, answer: AnswerFormat, choices: int
-) -> Any:
+) -> bytes:
     """The whole answer's body. Raises what iterating the stream raises."""
     collected = [Delta() for _ in range(choices)]
     texts: list[list[str]] = [[] for _ in range(choices)]
@@ -78,7 +80,14 @@ async def collect(
             collected[index].finish_reason = delta.finish_reason
     for choice, parts in zip(collected, texts, strict=True):
         choice.text = "".join(parts)
-    return answer.whole(collected, usage(assembly.prompt_tokens, assembly.completion_tokens))
+    counted = usage(assembly.prompt_tokens, assembly.completion_tokens)
+    scored = sum(len(choice.scored) for choice in collected)
+    return await _written(lambda: msgspec.json.encode(answer.whole(collected, counted)), scored)
+
+
+async def _written(write: Callable[[], bytes], scored: int) -> bytes:
+    """`write()`, in a thread when so many scores would hold up everybody else's tokens."""
+    return write() if scored <= _INLINE_SCORES else await asyncio.to_thread(write)
 
 
 class EventStream(Response):
@@ -112,16 +121,16 @@ class EventStream(Response):
             await self._send_error(unforeseen(), scope, receive, send)
 
     async def _send_all(self, send: Send) -> None:
-        async with aclosing(self._chunks()) as batches:
-            async for chunks in batches:
+        async with aclosing(self._batches()) as batches:
+            async for events in batches:
                 if not self._started:
                     self._started = self._stream.delivered = True
                     await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-                await send({"type": "http.response.body", "body": encode_events(chunks), "more_body": True})
+                await send({"type": "http.response.body", "body": events, "more_body": True})
         await send({"type": "http.response.body", "body": _DONE, "more_body": False})
 
-    async def _chunks(self) -> AsyncGenerator[list[dict[str, Any]], None]:
-        """Batches of chunks, each of which goes out in one piece."""
+    async def _batches(self) -> AsyncGenerator[bytes, None]:
+        """Encoded events, as many in one piece as there are to send."""
         begun: set[int] = set()
         async for event in self._stream:
             if isinstance(event, Restarted):
@@ -129,13 +138,17 @@ class EventStream(Response):
                 continue
             batch = []
             for index, delta in self._assembly.push(event):
-                batch += self._answer.chunks(index, delta, first=index not in begun)
+                write = partial(self._write, index, delta, first=index not in begun)
+                batch.append(await _written(write, len(delta.scored)))
                 begun.add(index)
             if batch:
-                yield batch
+                yield b"".join(batch)
         if self._answer.include_usage:
             counted = usage(self._assembly.prompt_tokens, self._assembly.completion_tokens)
-            yield [self._answer.usage_chunk(counted)]
+            yield encode_events([self._answer.usage_chunk(counted)])
+
+    def _write(self, index: int, delta: Delta, *, first: bool) -> bytes:
+        return encode_events(self._answer.chunks(index, delta, first=first))
 
     async def _send_error(self, error: PlimsollError, scope: Scope, receive: Receive, send: Send) -> None:
         if self._started:

@@ -12,7 +12,6 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from app.assembly import RequestAssembly
-from app.errors import json_response
 from app.protocol.requests import ChatCompletionRequest, CompletionRequest
 from app.protocol.responses import ChatCompletionChunk, ChatCompletionResponse, CompletionResponse
 from app.responses import AnswerFormat, ChatFormat, CompletionFormat
@@ -71,8 +70,8 @@ async def answer(call: Call, request: Request, services: Services) -> Response:
     request_id: str = request.state.request_id
     unique = uuid.uuid4().hex
     submission = Submission(
-        # A client may send the same x-request-id twice; the engine may not be.
-        request_id=request_id if request_id.startswith("req-") else f"{request_id}.{unique[:8]}",
+        # A client may send the same x-request-id twice; the engine must not see it twice.
+        request_id=f"{request_id}.{unique[:8]}" if request.state.request_id_was_given else request_id,
         prompts=valid.prompts,
         params=valid.params,
         streaming=valid.stream,
@@ -84,7 +83,7 @@ async def answer(call: Call, request: Request, services: Services) -> Response:
         return EventStream(stream, assembly, written, request_id)
     choices = len(valid.prompts) * valid.params.n
     body = await while_connected(request.receive, stream, collect(stream, assembly, written, choices))
-    return json_response(body)
+    return Response(body, media_type="application/json")
 
 
 async def prepare(call: Call, request: Request, services: Services) -> ValidRequest:

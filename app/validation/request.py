@@ -20,6 +20,7 @@ from model_runner.errors import ModelNotFound
 from model_runner.tokenizer import Tokenizer
 from model_runner.types import SamplingParams
 
+MAX_SCORES = 2**19  # in one answer: about 20 MB of JSON, and ten times that in memory on the way
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI documents for /v1/completions
 _LEAST_TEMPERATURE = 1e-5  # below it logits overflow when they are divided by it; the limit is greedy
 _LEAST_TOP_P = 1e-6  # the likeliest token alone reaches it in any vocabulary under a million
@@ -55,12 +56,14 @@ def validate_completion(body: bytes, limits: Limits, tokenizer: Tokenizer) -> Va
     max_tokens = limits.resolve_max_tokens(
         requested, longest, default=DEFAULT_COMPLETION_TOKENS, param="prompt"
     )
+    params = _sampling(request, max_tokens, limits, request.logprobs, scores_prompt=echo)
+    _bound_scores(params, prompts, stream=request.stream or False)
     return ValidRequest(
         model=limits.served_model_name,
         prompts=prompts,
         prompt_texts=texts,
         is_chat=False,
-        params=_sampling(request, max_tokens, limits, request.logprobs, scores_prompt=echo),
+        params=params,
         stops=_stops(request),
         stream=request.stream or False,
         include_usage=_include_usage(request),
@@ -81,12 +84,14 @@ def validate_chat(body: bytes, limits: Limits, tokenizer: Tokenizer) -> ValidReq
         _requested_max_tokens(request), len(prompt), default=limits.default_max_tokens, param="messages"
     )
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    params = _sampling(request, max_tokens, limits, logprobs, scores_prompt=False)
+    _bound_scores(params, [prompt], stream=request.stream or False)
     return ValidRequest(
         model=limits.served_model_name,
         prompts=[prompt],
         prompt_texts=[""],
         is_chat=True,
-        params=_sampling(request, max_tokens, limits, logprobs, scores_prompt=False),
+        params=params,
         stops=_stops(request),
         stream=request.stream or False,
         include_usage=_include_usage(request),
@@ -147,6 +152,21 @@ def _sampling(
         repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
         logit_bias=_logit_bias(request, limits),
     )
+
+
+def _bound_scores(params: SamplingParams, prompts: list[list[int]], *, stream: bool) -> None:
+    """A log-probability is far larger than its token. What a stream sends as it goes is not gathered."""
+    if params.logprobs is None:
+        return
+    gathered = sum(map(len, prompts)) if params.prompt_logprobs is not None else 0
+    gathered += 0 if stream else len(prompts) * params.max_tokens
+    scores = gathered * params.n * (params.logprobs + 1)
+    if scores > MAX_SCORES:
+        message = (
+            f"`logprobs` must make at most {MAX_SCORES} log-probabilities in one answer, not {scores}; "
+            "ask for fewer of them, fewer choices, or fewer tokens."
+        )
+        refuse("logprobs", message)
 
 
 def _logit_bias(request: GenerationRequest, limits: Limits) -> dict[int, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 
 import pytest
@@ -171,6 +172,23 @@ def test_echo_with_scores(server: Server, engine: FakeEngine, tokenizer: Tokeniz
         assert "".join(logprobs["tokens"]) == choice["text"]
         for text, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
             assert choice["text"][offset : offset + len(text)] == text
+
+
+def test_many_scores_are_written_as_few_are(server: Server, engine: FakeEngine, tokenizer: Tokenizer) -> None:
+    """They take another way: through a thread."""
+    prompt = tokenizer.encode("one two three four five " * 90)[:500]
+    engine.script = saying([28])
+    body = {"prompt": prompt, "echo": True, "logprobs": 1, "n": 2, "max_tokens": 1}
+    for stream in (False, True):
+        response = server.complete(**body, stream=stream)
+        if stream:
+            chunks = [json.loads(line[6:]) for line in response.text.split("\n\n") if "choices" in line]
+            assert [chunk["choices"][0]["index"] for chunk in chunks] == [0, 1]
+            choices = [chunk["choices"][0] for chunk in chunks]
+        else:
+            choices = response.json()["choices"]
+        for choice in choices:
+            assert choice["logprobs"]["tokens"] == [tokenizer.token_text(token) for token in (*prompt, 28)]
 
 
 def test_scores_that_come_after_another_choice(

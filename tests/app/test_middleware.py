@@ -33,11 +33,11 @@ def test_a_request_id_is_made_or_taken(server: Server, engine: FakeEngine) -> No
     assert made.startswith("req-")
     assert server.http.get("/healthz").headers["x-request-id"] != made
     for _ in range(2):
-        headers = {"x-request-id": "my id\t7" + "x" * 300}
+        headers = {"x-request-id": "req-my id\t7" + "x" * 300}
         response = server.http.post("/v1/completions", json={"prompt": "Hi"}, headers=headers)
-        assert response.headers["x-request-id"] == ("myid7" + "x" * 300)[:128]
+        assert response.headers["x-request-id"] == ("req-myid7" + "x" * 300)[:128]
     ids = [submission.request_id for submission in engine.submissions]
-    assert all(each.startswith("myid7") for each in ids)
+    assert all(each.startswith("req-myid7") for each in ids)
     assert len(set(ids)) == 2  # the engine's are unique, whatever the client sends
 
 

@@ -265,6 +265,16 @@ def test_fields_that_go_together(tokenizer: Tokenizer) -> None:
     assert refused(tokenizer, **streamed).param == "stream_options.include_obfuscation"
 
 
+def test_answers_are_bounded(tokenizer: Tokenizer) -> None:
+    scored: dict[str, Any] = {"prompt": [5] * 500, "echo": True, "max_tokens": 10, "logprobs": 20}
+    assert complete(tokenizer, **scored).params.prompt_logprobs == 20
+    assert complete(tokenizer, **scored, n=48).params.n == 48
+    assert refused(tokenizer, **scored, n=50).param == "logprobs"
+    long: dict[str, Any] = {"max_tokens": 400, "logprobs": True, "top_logprobs": 20, "n": 128}
+    assert refused(tokenizer, True, **long).param == "logprobs"
+    assert chat(tokenizer, **long, stream=True).params.n == 128
+
+
 def test_only_the_served_model_is_served(tokenizer: Tokenizer) -> None:
     with pytest.raises(ModelNotFound, match="`served`"):
         complete(tokenizer, model="gpt-5")
