@@ -37,7 +37,9 @@ def pack(sequences: Sequence[ScheduledSequence], block_size: int, device: torch.
     seq_lens = starts + lengths
 
     tables = _block_tables(sequences, -(-int(seq_lens.max()) // block_size))
-    slots = tables[:, owners, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    # Indexing leaves a group's slots strided in memory; kernels want them side by side.
+    blocks = np.ascontiguousarray(tables[:, owners, positions // block_size], dtype=np.int64)
+    slots = blocks * block_size + positions % block_size
     decodes = np.flatnonzero(lengths == 1)
     prefills = np.flatnonzero(lengths > 1)
 

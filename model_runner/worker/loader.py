@@ -46,12 +46,12 @@ class Source:
     def context(self) -> int | None:
         """The longest sequence that is computed rightly, in tokens, when the config says so.
 
-        That is what the model was made for, but with `longrope` only up to the length it was first trained at:
-        beyond it, transformers gives every sequence of a batch other rotations than alone, cached keys included.
+        That is what the model was made for, but with `longrope` only up to the length it was first trained
+        at: beyond that, transformers rotates a sequence otherwise in a batch than alone.
         """
         declared: int | None = getattr(self.config, "max_position_embeddings", None)
-        rope = getattr(self.config, "rope_parameters", None) or {}
-        original = rope.get("original_max_position_embeddings")
+        rope: dict[str, Any] = getattr(self.config, "rope_parameters", None) or {}
+        original: int | None = rope.get("original_max_position_embeddings")
         if rope.get("rope_type") == "longrope" and original and declared:
             return min(original, declared)
         return declared

@@ -100,8 +100,8 @@ def make_config(family: str, **changes: Any) -> PreTrainedConfig:
 def make_model(config: PreTrainedConfig, seed: int = 0) -> nn.Module:
     """A model of the family, in float32, with weights that make its output vary.
 
-    Under a family's own initialisation a model repeats one token: its layers add next to nothing to
-    the embedding. Here every matrix keeps the size of its input, and attention scores spread over a few units.
+    Under a family's own initialisation a model repeats one token: its layers add next to nothing to the
+    embedding. Here every matrix keeps the size of its input, and attention scores spread over some units.
     """
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(seed)

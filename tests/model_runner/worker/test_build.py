@@ -19,6 +19,7 @@ from model_runner.types import SamplingParams
 def folder(tmp_path_factory: pytest.TempPathFactory, families: Any) -> Path:
     folder = tmp_path_factory.mktemp("model")
     families.make("gemma2").save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")  # the other process reads it
     return folder
 
 
@@ -29,9 +30,7 @@ def config(folder: Path, **changes: Any) -> EngineConfig:
 
 def test_the_plan_comes_before_the_weights_and_the_engine_runs(folder: Path, families: Any) -> None:
     events: list[Any] = []
-    built = build_engine(
-        config(folder), lambda stage, fraction: events.append(stage), lambda model: events.append(model)
-    )
+    built = build_engine(config(folder), lambda stage, fraction: events.append(stage), events.append)
     planned = next(event for event in events if isinstance(event, ModelInfo))
     assert events.index(planned) < events.index("reading weights") < events.index("warming up")
     assert planned == built.model
@@ -84,6 +83,7 @@ def test_more_than_the_machine_has(folder: Path) -> None:
 
 def test_a_model_that_can_not_be_served(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
-    (tmp_path / "model.safetensors").write_bytes(b"")
+    for name in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / name).write_bytes(b"")
     with pytest.raises(ModelNotServable, match="mamba"):
         build_engine(config(tmp_path), lambda *_: None, lambda _: None)

@@ -1,4 +1,4 @@
-"""The embedded default model, whole: GGUF in, transformers' own greedy text out, alone and in a mixed batch."""
+"""The embedded default model, whole: GGUF in, transformers' own greedy text out, alone and batched."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_another_window_than_the_priced_one_is_refused(families: Any, error: int
 
 def test_a_window_priced_as_full_is_refused(families: Any) -> None:
     model = families.make("phi3")
-    with pytest.raises(ModelNotServable, match="priced as keeping them all|all earlier tokens"):
+    with pytest.raises(ModelNotServable, match=r"priced as keeping them all|all earlier tokens"):
         attention_modules(model, plain_spec(4, 2))
 
 
@@ -117,7 +117,7 @@ def test_unknown_arguments_are_refused(families: Any) -> None:
     attention = model.model.layers[2].self_attn
     forward = attention.forward
     attention.forward = lambda *args, **kwargs: forward(*args, **kwargs, position_bias=torch.ones(1))
-    with pytest.raises(ModelNotServable, match="layer 2 passes arguments .* not supported: position_bias"):
+    with pytest.raises(ModelNotServable, match=r"layer 2 passes arguments .* not supported: position_bias"):
         attention_modules(model, plain_spec(4, 2))
 
 
