@@ -33,7 +33,7 @@ def test_it_knows_the_capital_of_france(client: openai.OpenAI) -> None:
 
 
 def test_chat_streams_the_same_text_as_it_returns_whole(client: openai.OpenAI) -> None:
-    messages = [{"role": "user", "content": "What is the capital of Italy? One word."}]
+    messages = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
     whole = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=40, temperature=0)  # type: ignore[call-overload]
     chunks = list(
         client.chat.completions.create(  # type: ignore[call-overload]
@@ -47,7 +47,7 @@ def test_chat_streams_the_same_text_as_it_returns_whole(client: openai.OpenAI) -
     )
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == whole.choices[0].message.content
-    assert "Rome" in text
+    assert "Paris" in text
     assert whole.choices[0].finish_reason == "stop"
     assert chunks[-1].usage == whole.usage
     assert not chunks[-1].choices
