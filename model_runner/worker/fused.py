@@ -209,7 +209,13 @@ def _stand_in_layer(module: nn.Module) -> Iterator[None]:
     """A layer without a cache, whose output shows everything that it was given."""
 
     def layer(
-        query: Tensor, key: Tensor, value: Tensor, *, scale: float, softcap: float | None, sinks: Tensor | None
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         share = query.shape[1] // key.shape[1]
         shown = query * (8 * scale) + key.repeat_interleave(share, 1) - value.repeat_interleave(share, 1)

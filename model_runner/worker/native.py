@@ -110,7 +110,7 @@ class _AttentionArguments(Structure):
         *((name, c_void_p) for name in ("query", "key_cache", "value_cache", "output")),
         *((name, c_void_p) for name in ("query_start_loc", "seq_lens", "block_tables", "sinks")),
         *((name, c_int64) for name in ("query_token_stride", "query_head_stride")),
-        *((name, c_int64) for name in ("block_stride", "head_stride", "token_stride", "table_stride")),
+        *((name, c_int64) for name in ("block_stride", "head_stride", "table_stride")),
         *((name, c_int64) for name in ("sequences", "query_heads", "kv_heads", "head_dim", "block_size")),
         ("window", c_int64),
         ("scale", c_float),
@@ -125,8 +125,8 @@ class _WriteArguments(Structure):
         *((name, c_void_p) for name in ("key", "value", "key_cache", "value_cache", "slots")),
         *((name, c_int64) for name in ("key_token_stride", "key_head_stride")),
         *((name, c_int64) for name in ("value_token_stride", "value_head_stride")),
-        *((name, c_int64) for name in ("block_stride", "head_stride", "token_stride")),
-        *((name, c_int64) for name in ("tokens", "kv_heads", "head_bytes", "element_bytes", "block_size")),
+        *((name, c_int64) for name in ("block_stride", "head_stride")),
+        *((name, c_int64) for name in ("tokens", "kv_heads", "head_dim", "block_size")),
     ]
 
 
@@ -145,7 +145,7 @@ class Kernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         self.dtypes = frozenset(_SUFFIXES)
         self.has_linear = bool(library.plimsoll_linear_supported())
-        self._write_kv = _function(library, "plimsoll_write_kv", c_void_p)
+        self._write_kv = _by_dtype(library, "plimsoll_write_kv", c_void_p)
         self._linear = _function(library, "plimsoll_linear", c_void_p)
         self._attention = _by_dtype(library, "plimsoll_paged_attention", c_void_p)
         self._rms_norm = _by_dtype(
@@ -170,35 +170,39 @@ class Kernels:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """worker.attention.PagedAttention, for float32 and bfloat16."""
+        """worker.attention.PagedAttention, for float32 and bfloat16.
+
+        Within a block of the cache, keys are kept transposed: only this function can read what it wrote.
+        """
         query, key, value = (_dense_rows(tensor) for tensor in (query, key, value))
-        assert key_cache.stride() == value_cache.stride()
-        assert key_cache.stride(3) == 1
-        assert query.dtype == key_cache.dtype
         tokens, heads, head_dim = query.shape
         _, kv_heads, block_size, _ = key_cache.shape
-        block_stride, head_stride, token_stride, _ = key_cache.stride()
+        block_stride, head_stride, *inner = key_cache.stride()
+        assert key_cache.stride() == value_cache.stride()
+        assert inner == [head_dim, 1]
+        dtype = query.dtype
+        assert {key.dtype, value.dtype, key_cache.dtype, value_cache.dtype} == {dtype}
+        slots, tables = metadata.slot_mapping[group], metadata.block_tables[group]
+        assert slots.is_contiguous()
+        assert tables.stride(1) == 1
         write = _WriteArguments(
-            *(tensor.data_ptr() for tensor in (key, value, key_cache, value_cache)),
-            metadata.slot_mapping[group].data_ptr(),
-            *(key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
-            *(block_stride, head_stride, token_stride),
-            *(tokens, kv_heads, head_dim * key.element_size(), key.element_size(), block_size),
+            *(key.data_ptr(), value.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr()),
+            slots.data_ptr(),
+            *(*key.stride()[:2], *value.stride()[:2], block_stride, head_stride),
+            *(tokens, kv_heads, head_dim, block_size),
         )
-        self._write_kv(ctypes.byref(write))
+        self._write_kv[dtype](ctypes.byref(write))
         output = query.new_empty(query.shape)
-        tables = metadata.block_tables[group]
         sinks = None if sinks is None else sinks.float().contiguous()
         arguments = _AttentionArguments(
-            *(tensor.data_ptr() for tensor in (query, key_cache, value_cache, output)),
-            *(tensor.data_ptr() for tensor in (metadata.query_start_loc, metadata.seq_lens, tables)),
+            *(query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), output.data_ptr()),
+            *(metadata.query_start_loc.data_ptr(), metadata.seq_lens.data_ptr(), tables.data_ptr()),
             None if sinks is None else sinks.data_ptr(),
-            *(query.stride(0), query.stride(1)),
-            *(block_stride, head_stride, token_stride, tables.stride(0)),
+            *(*query.stride()[:2], block_stride, head_stride, tables.stride(0)),
             *(metadata.seq_lens.shape[0], heads, kv_heads, head_dim, block_size),
             *(window or 0, scale, softcap or 0.0),
         )
-        self._attention[query.dtype](ctypes.byref(arguments))
+        self._attention[dtype](ctypes.byref(arguments))
         return output
 
     def linear(self, x: Tensor, panels: Tensor, bias: Tensor | None, outputs: int, *, gated: bool) -> Tensor:

@@ -3,6 +3,9 @@
 //
 // The work is cut into tasks of (sequence, tile of its query tokens, KV head). A task reads each key and value once
 // for all query heads that share it. A sequence's result depends on no other sequence.
+//
+// Within its block, a key lies transposed, [head_dim, block_size]: sixteen keys then meet one element of a query in
+// one instruction, and no sum runs across a register. Values lie as [block_size, head_dim].
 #include <algorithm>
 #include <limits>
 #include <vector>
@@ -13,19 +16,24 @@ namespace plimsoll {
 
 constexpr int kTileTokens = 16;  // query tokens of one task
 constexpr int kChunk = 64;       // keys handled between two rescalings
+constexpr int kLanes = 16;
+constexpr int kBlockedRows = 6;  // 6 rows · 4 vectors of sums fill 24 of AVX-512's 32 registers
+
+// GCC and Clang lower it to what the CPU has.
+typedef float Vector __attribute__((vector_size(4 * kLanes), aligned(4)));
 
 // Mirrored by AttentionArguments in native.py. Strides are in elements; the head dimension is contiguous everywhere.
 struct AttentionArguments {
-    const void* query;  // [T, query_heads, head_dim]
-    const void* key_cache;  // [blocks, kv_heads, block_size, head_dim]
-    const void* value_cache;
+    const void* query;      // [T, query_heads, head_dim]
+    const void* key_cache;  // [blocks, kv_heads, head_dim, block_size]
+    const void* value_cache;  // [blocks, kv_heads, block_size, head_dim]
     void* output;  // [T, query_heads, head_dim], contiguous
     const int32_t* query_start_loc;  // [S + 1]
     const int32_t* seq_lens;  // [S]
     const int32_t* block_tables;  // [S, table_stride]
     const float* sinks;  // [query_heads] or null
     int64_t query_token_stride, query_head_stride;
-    int64_t block_stride, head_stride, token_stride;  // of both caches
+    int64_t block_stride, head_stride;  // of both caches
     int64_t table_stride;
     int64_t sequences, query_heads, kv_heads, head_dim, block_size;
     int64_t window;  // tokens attended to, the query's own included; 0 is no limit
@@ -38,168 +46,195 @@ struct Task {
     int64_t cost;
 };
 
-template <typename T, int D>
+// c[R, V vectors] = c · factors + a[R, inner] · b[inner, V vectors]; without factors c starts from 0.
+template <int R, int V>
+void multiply(const float* a, int a_stride, const float* b, int b_stride, float* c, int c_stride, int inner,
+              const float* factors) {
+    Vector sums[R][V];
+    for (int r = 0; r < R; ++r) {
+        for (int v = 0; v < V; ++v) {
+            sums[r][v] = factors ? reinterpret_cast<Vector*>(c + r * c_stride)[v] * factors[r] : Vector{};
+        }
+    }
+    for (int k = 0; k < inner; ++k) {
+        const Vector* row = reinterpret_cast<const Vector*>(b + k * b_stride);
+        Vector columns[V];
+        for (int v = 0; v < V; ++v) columns[v] = row[v];
+        for (int r = 0; r < R; ++r) {
+            for (int v = 0; v < V; ++v) sums[r][v] += a[r * a_stride + k] * columns[v];
+        }
+    }
+    for (int r = 0; r < R; ++r) {
+        for (int v = 0; v < V; ++v) reinterpret_cast<Vector*>(c + r * c_stride)[v] = sums[r][v];
+    }
+}
+
+// The same for any number of rows and of columns, a multiple of kLanes.
+void multiply_all(const float* a, int a_stride, const float* b, int b_stride, float* c, int c_stride, int rows,
+                  int inner, int columns, const float* factors) {
+    for (int row = 0; row < rows;) {
+        const int left = rows - row;
+        const float* a_row = a + row * a_stride;
+        const float* f = factors ? factors + row : nullptr;
+        const int step = std::min(left, kBlockedRows);
+        for (int column = 0; column < columns;) {
+            float* target = c + row * c_stride + column;
+            const bool wide = columns - column >= 4 * kLanes;
+#define PLIMSOLL_MULTIPLY(R)                                                                          \
+    wide ? multiply<R, 4>(a_row, a_stride, b + column, b_stride, target, c_stride, inner, f)          \
+         : multiply<R, 1>(a_row, a_stride, b + column, b_stride, target, c_stride, inner, f)
+            switch (step) {
+                case 1: PLIMSOLL_MULTIPLY(1); break;
+                case 2: PLIMSOLL_MULTIPLY(2); break;
+                case 3: PLIMSOLL_MULTIPLY(3); break;
+                case 4: PLIMSOLL_MULTIPLY(4); break;
+                case 5: PLIMSOLL_MULTIPLY(5); break;
+                default: PLIMSOLL_MULTIPLY(6); break;
+            }
+#undef PLIMSOLL_MULTIPLY
+            column += wide ? 4 * kLanes : kLanes;
+        }
+        row += step;
+    }
+}
+
+template <typename T>
 class TaskRunner {
   public:
     explicit TaskRunner(const AttentionArguments& a)
         : a_(a),
-          dim_(D ? D : static_cast<int>(a.head_dim)),
+          dim_(static_cast<int>(a.head_dim)),
+          padded_((dim_ + kLanes - 1) / kLanes * kLanes),
           group_(static_cast<int>(a.query_heads / a.kv_heads)),
           queries_(kTileTokens * group_ * dim_),
-          outputs_(kTileTokens * group_ * dim_),
+          outputs_(kTileTokens * group_ * padded_),
           maxima_(kTileTokens * group_),
           sums_(kTileTokens * group_),
+          factors_(kTileTokens * group_),
           scores_(kTileTokens * group_ * kChunk),
-          keys_(kChunk * dim_),
-          values_(kChunk * dim_) {}
+          keys_(dim_ * kChunk),
+          values_(kChunk * padded_) {}
 
     void run(const Task& task) {
         const int rows = task.tokens * group_;
         const int begin = a_.query_start_loc[task.sequence];
         const int length = a_.query_start_loc[task.sequence + 1] - begin;
-        const int start = a_.seq_lens[task.sequence] - length + task.first_token;  // position of the tile's first token
+        const int start = a_.seq_lens[task.sequence] - length + task.first_token;  // position of the tile's first
         load_queries(task, begin);
-        const int last = start + task.tokens;  // keys that the tile's last token sees end here
-        int first = a_.window ? std::max<int64_t>(0, start - a_.window + 1) : 0;
-        first -= first % kChunk;
+        const int last = start + task.tokens;  // the keys that the tile's last token sees end here
+        // The blocks before the first token that the window shows may be someone else's by now.
+        const int first = a_.window ? std::max<int64_t>(0, start - a_.window + 1) : 0;
         for (int base = first; base < last; base += kChunk) {
             const int count = std::min(kChunk, last - base);
+            load_keys(task, base, count);
+            multiply_all(queries_.data(), dim_, keys_.data(), kChunk, scores_.data(), kChunk, rows, dim_, kChunk,
+                         nullptr);
+            for (int row = 0; row < rows; ++row) weigh(row, start + row / group_, base, count);
             load_values(task, base, count);
-            if (rows >= 8) {
-                scores_by_columns(task, base, count, rows);
-            } else {
-                scores_by_rows(task, base, count, rows);
-            }
-            for (int row = 0; row < rows; ++row) accumulate(row, start + row / group_, base, count);
+            multiply_all(scores_.data(), kChunk, values_.data(), padded_, outputs_.data(), padded_, rows, count,
+                         padded_, factors_.data());
         }
         store(task, begin);
     }
 
   private:
-    const T* cached(const void* cache, const Task& task, int position) const {
-        const int64_t block = a_.block_tables[task.sequence * a_.table_stride + position / a_.block_size];
-        return static_cast<const T*>(cache) + block * a_.block_stride + task.kv_head * a_.head_stride +
-               (position % a_.block_size) * a_.token_stride;
+    void load_queries(const Task& task, int begin) {
+        std::fill(outputs_.begin(), outputs_.end(), 0.0f);
+        for (int row = 0; row < task.tokens * group_; ++row) {
+            const int query_head = task.kv_head * group_ + row % group_;
+            const T* source = static_cast<const T*>(a_.query) +
+                              (begin + task.first_token + row / group_) * a_.query_token_stride +
+                              query_head * a_.query_head_stride;
+            for (int d = 0; d < dim_; ++d) queries_[row * dim_ + d] = to_float(source[d]) * a_.scale;
+            // A sink is a logit without a value: the softmax starts from it.
+            maxima_[row] = a_.sinks ? a_.sinks[query_head] : -std::numeric_limits<float>::infinity();
+            sums_[row] = a_.sinks ? 1.0f : 0.0f;
+        }
     }
 
-    void load_queries(const Task& task, int begin) {
-        for (int token = 0; token < task.tokens; ++token) {
-            for (int head = 0; head < group_; ++head) {
-                const int row = token * group_ + head;
-                const int query_head = task.kv_head * group_ + head;
-                const T* source = static_cast<const T*>(a_.query) +
-                                  (begin + task.first_token + token) * a_.query_token_stride +
-                                  query_head * a_.query_head_stride;
-                for (int d = 0; d < dim(); ++d) {
-                    queries_[row * dim() + d] = to_float(source[d]) * a_.scale;
-                    outputs_[row * dim() + d] = 0.0f;
-                }
-                // A sink is a logit without a value: the softmax starts from it.
-                maxima_[row] = a_.sinks ? a_.sinks[query_head] : -std::numeric_limits<float>::infinity();
-                sums_[row] = a_.sinks ? 1.0f : 0.0f;
-            }
+    // Calls visit(head's part of the block, offset in the block, index in the chunk, tokens) for each block's run.
+    template <typename Visit>
+    void for_each_run(const void* cache, const Task& task, int base, int count, Visit visit) const {
+        const int block_size = static_cast<int>(a_.block_size);
+        for (int t = 0; t < count;) {
+            const int offset = (base + t) % block_size;
+            const int run = std::min(block_size - offset, count - t);
+            const int64_t block = a_.block_tables[task.sequence * a_.table_stride + (base + t) / block_size];
+            visit(static_cast<const T*>(cache) + block * a_.block_stride + task.kv_head * a_.head_stride, offset, t,
+                  run);
+            t += run;
         }
+    }
+
+    void load_keys(const Task& task, int base, int count) {
+        const int block_size = static_cast<int>(a_.block_size);
+        for_each_run(a_.key_cache, task, base, count, [&](const T* block, int offset, int t, int run) {
+            if (run == kLanes) {  // the common case, with a length that the compiler knows
+                for (int d = 0; d < dim_; ++d) {
+                    const T* source = block + d * block_size + offset;
+                    float* target = &keys_[d * kChunk + t];
+                    for (int i = 0; i < kLanes; ++i) target[i] = to_float(source[i]);
+                }
+                return;
+            }
+            for (int d = 0; d < dim_; ++d) {
+                for (int i = 0; i < run; ++i) keys_[d * kChunk + t + i] = to_float(block[d * block_size + offset + i]);
+            }
+        });
     }
 
     void load_values(const Task& task, int base, int count) {
-        for (int t = 0; t < count; ++t) {
-            const T* source = cached(a_.value_cache, task, base + t);
-            for (int d = 0; d < dim(); ++d) values_[t * dim() + d] = to_float(source[d]);
-        }
+        for_each_run(a_.value_cache, task, base, count, [&](const T* block, int offset, int t, int run) {
+            for (int i = 0; i < run; ++i) {
+                const T* source = block + (offset + i) * dim_;
+                for (int d = 0; d < dim_; ++d) values_[(t + i) * padded_ + d] = to_float(source[d]);
+            }
+        });
     }
 
-    // Few rows: one dot product after the other.
-    void scores_by_rows(const Task& task, int base, int count, int rows) {
-        for (int t = 0; t < count; ++t) {
-            const T* key = cached(a_.key_cache, task, base + t);
-            for (int row = 0; row < rows; ++row) {
-                const float* query = &queries_[row * dim()];
-                float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-                for (int d = 0; d < dim(); ++d) sum += query[d] * to_float(key[d]);
-                scores_[row * kChunk + t] = sum;
-            }
-        }
-    }
-
-    // Many rows: the keys are transposed once, and all dot products of a row advance together.
-    void scores_by_columns(const Task& task, int base, int count, int rows) {
-        for (int t = 0; t < kChunk; ++t) {
-            if (t < count) {
-                const T* key = cached(a_.key_cache, task, base + t);
-                for (int d = 0; d < dim(); ++d) keys_[d * kChunk + t] = to_float(key[d]);
-            } else {
-                for (int d = 0; d < dim(); ++d) keys_[d * kChunk + t] = 0.0f;
-            }
-        }
-        for (int row = 0; row < rows; ++row) {
-            float sums[kChunk] = {};
-            for (int d = 0; d < dim(); ++d) {
-                const float query = queries_[row * dim() + d];
-                const float* column = &keys_[d * kChunk];
-#pragma omp simd
-                for (int t = 0; t < kChunk; ++t) sums[t] += query * column[t];
-            }
-            std::copy_n(sums, kChunk, &scores_[row * kChunk]);
-        }
-    }
-
-    void accumulate(int row, int position, int base, int count) {
+    // Turns a row of scores into weights, 0 where the query does not look, and sets the factor for what came before.
+    void weigh(int row, int position, int base, int count) {
         float* scores = &scores_[row * kChunk];
-        if (a_.softcap != 0.0f) {
-            for (int t = 0; t < count; ++t) scores[t] = a_.softcap * std::tanh(scores[t] / a_.softcap);
-        }
         const int end = std::min(count, position + 1 - base);
         const int begin = a_.window ? std::max<int64_t>(0, position + 1 - a_.window - base) : 0;
-        if (begin >= end) return;
+        factors_[row] = 1.0f;
+        if (begin >= end) {
+            std::fill_n(scores, count, 0.0f);
+            return;
+        }
+        if (a_.softcap != 0.0f) {
+            for (int t = begin; t < end; ++t) scores[t] = a_.softcap * std::tanh(scores[t] / a_.softcap);
+        }
+        constexpr float kNever = -std::numeric_limits<float>::infinity();
+        std::fill(scores, scores + begin, kNever);
+        std::fill(scores + end, scores + kChunk, kNever);
         float maximum = maxima_[row];
 #pragma omp simd reduction(max : maximum)
-        for (int t = begin; t < end; ++t) maximum = scores[t] > maximum ? scores[t] : maximum;
+        for (int t = 0; t < kChunk; ++t) maximum = scores[t] > maximum ? scores[t] : maximum;
         float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
-        for (int t = begin; t < end; ++t) {
+        for (int t = 0; t < kChunk; ++t) {
             scores[t] = exp_approximate(scores[t] - maximum);
             sum += scores[t];
         }
-        const float rescale = exp_approximate(maxima_[row] - maximum);
-        sums_[row] = sums_[row] * rescale + sum;
+        factors_[row] = exp_approximate(maxima_[row] - maximum);
+        sums_[row] = sums_[row] * factors_[row] + sum;
         maxima_[row] = maximum;
-        add_values(&outputs_[row * dim()], scores, begin, end, rescale);
-    }
-
-    void add_values(float* output, const float* weights, int begin, int end, float rescale) {
-        if constexpr (D != 0) {  // the compiler keeps the sums in registers
-            float sums[D];
-            for (int d = 0; d < D; ++d) sums[d] = output[d] * rescale;
-            for (int t = begin; t < end; ++t) {
-                for (int d = 0; d < D; ++d) sums[d] += weights[t] * values_[t * D + d];
-            }
-            for (int d = 0; d < D; ++d) output[d] = sums[d];
-        } else {
-            for (int d = 0; d < dim_; ++d) output[d] *= rescale;
-            for (int t = begin; t < end; ++t) {
-                for (int d = 0; d < dim_; ++d) output[d] += weights[t] * values_[t * dim_ + d];
-            }
-        }
     }
 
     void store(const Task& task, int begin) {
-        for (int token = 0; token < task.tokens; ++token) {
-            for (int head = 0; head < group_; ++head) {
-                const int row = token * group_ + head;
-                T* target = static_cast<T*>(a_.output) +
-                            ((begin + task.first_token + token) * a_.query_heads + task.kv_head * group_ + head) * dim();
-                const float inverse = 1.0f / sums_[row];
-                for (int d = 0; d < dim(); ++d) target[d] = from_float<T>(outputs_[row * dim() + d] * inverse);
-            }
+        for (int row = 0; row < task.tokens * group_; ++row) {
+            const int64_t token = begin + task.first_token + row / group_;
+            T* target = static_cast<T*>(a_.output) +
+                        (token * a_.query_heads + task.kv_head * group_ + row % group_) * dim_;
+            const float inverse = 1.0f / sums_[row];
+            for (int d = 0; d < dim_; ++d) target[d] = from_float<T>(outputs_[row * padded_ + d] * inverse);
         }
     }
 
-    int dim() const { return D ? D : dim_; }
-
     const AttentionArguments& a_;
-    const int dim_, group_;
-    std::vector<float> queries_, outputs_, maxima_, sums_, scores_, keys_, values_;
+    const int dim_, padded_, group_;
+    std::vector<float> queries_, outputs_, maxima_, sums_, factors_, scores_, keys_, values_;
 };
 
 std::vector<Task> cut(const AttentionArguments& a) {
@@ -218,25 +253,14 @@ std::vector<Task> cut(const AttentionArguments& a) {
     return tasks;
 }
 
-template <typename T, int D>
-void run_tasks(const AttentionArguments& a) {
+template <typename T>
+void paged_attention(const AttentionArguments& a) {
     const std::vector<Task> tasks = cut(a);
 #pragma omp parallel
     {
-        TaskRunner<T, D> runner(a);
+        TaskRunner<T> runner(a);
 #pragma omp for schedule(dynamic)
         for (size_t i = 0; i < tasks.size(); ++i) runner.run(tasks[i]);
-    }
-}
-
-template <typename T>
-void paged_attention(const AttentionArguments& a) {
-    if (a.head_dim == 64) {
-        run_tasks<T, 64>(a);
-    } else if (a.head_dim == 128) {
-        run_tasks<T, 128>(a);
-    } else {
-        run_tasks<T, 0>(a);
     }
 }
 
@@ -244,39 +268,42 @@ void paged_attention(const AttentionArguments& a) {
 struct WriteArguments {
     const void* key;  // [T, kv_heads, head_dim]
     const void* value;
-    void* key_cache;  // [blocks, kv_heads, block_size, head_dim]
-    void* value_cache;
+    void* key_cache;    // [blocks, kv_heads, head_dim, block_size]
+    void* value_cache;  // [blocks, kv_heads, block_size, head_dim]
     const int64_t* slots;  // [T]
     int64_t key_token_stride, key_head_stride, value_token_stride, value_head_stride;
-    int64_t block_stride, head_stride, token_stride;  // of both caches
-    int64_t tokens, kv_heads, head_bytes, element_bytes, block_size;
+    int64_t block_stride, head_stride;  // of both caches
+    int64_t tokens, kv_heads, head_dim, block_size;
 };
 
+template <typename T>
 void write_kv(const WriteArguments& a) {
-    const int64_t bytes = a.element_bytes;
     for (int64_t t = 0; t < a.tokens; ++t) {
         const int64_t block = a.slots[t] / a.block_size, offset = a.slots[t] % a.block_size;
         for (int64_t h = 0; h < a.kv_heads; ++h) {
-            const int64_t to = (block * a.block_stride + h * a.head_stride + offset * a.token_stride) * bytes;
-            std::memcpy(static_cast<char*>(a.key_cache) + to,
-                        static_cast<const char*>(a.key) + (t * a.key_token_stride + h * a.key_head_stride) * bytes,
-                        a.head_bytes);
-            std::memcpy(static_cast<char*>(a.value_cache) + to,
-                        static_cast<const char*>(a.value) + (t * a.value_token_stride + h * a.value_head_stride) * bytes,
-                        a.head_bytes);
+            const int64_t start = block * a.block_stride + h * a.head_stride;
+            const T* key = static_cast<const T*>(a.key) + t * a.key_token_stride + h * a.key_head_stride;
+            const T* value = static_cast<const T*>(a.value) + t * a.value_token_stride + h * a.value_head_stride;
+            T* keys = static_cast<T*>(a.key_cache) + start + offset;
+            for (int64_t d = 0; d < a.head_dim; ++d) keys[d * a.block_size] = key[d];
+            std::copy_n(value, a.head_dim, static_cast<T*>(a.value_cache) + start + offset * a.head_dim);
         }
     }
 }
 
 }  // namespace plimsoll
 
+using plimsoll::bfloat16;
+
 extern "C" {
 
 void plimsoll_paged_attention_float32(const plimsoll::AttentionArguments* a) { plimsoll::paged_attention<float>(*a); }
 
 void plimsoll_paged_attention_bfloat16(const plimsoll::AttentionArguments* a) {
-    plimsoll::paged_attention<plimsoll::bfloat16>(*a);
+    plimsoll::paged_attention<bfloat16>(*a);
 }
 
-void plimsoll_write_kv(const plimsoll::WriteArguments* a) { plimsoll::write_kv(*a); }
+void plimsoll_write_kv_float32(const plimsoll::WriteArguments* a) { plimsoll::write_kv<float>(*a); }
+
+void plimsoll_write_kv_bfloat16(const plimsoll::WriteArguments* a) { plimsoll::write_kv<bfloat16>(*a); }
 }

@@ -84,12 +84,17 @@ class Scene:
         ]
         self.metadata = pack(scheduled, block_size, torch.device("cpu")).metadata
 
+    def keys_by_token(self) -> Tensor:
+        """The key cache as [blocks, Hkv, block_size, D]: the kernels keep each block of it transposed."""
+        blocks, kv_heads, block_size, head_dim = self.key_cache.shape
+        return self.key_cache.reshape(blocks, kv_heads, head_dim, block_size).transpose(2, 3)
+
     def expected(self, **options: Any) -> Tensor:
         """By way of the cache as it is after the call under test."""
         parts = []
         row = 0
         for (old, new), table in zip(self.lengths, self.tables, strict=True):
-            keys = self.key_cache[table].transpose(1, 2).flatten(0, 1)[: old + new]
+            keys = self.keys_by_token()[table].transpose(1, 2).flatten(0, 1)[: old + new]
             values = self.value_cache[table].transpose(1, 2).flatten(0, 1)[: old + new]
             parts.append(naive_attention(self.query[row : row + new], keys, values, **options))
             row += new
@@ -118,20 +123,25 @@ def test_attention_equals_the_definition(
     arguments = (scene.query, scene.key, scene.value, scene.key_cache, scene.value_cache, scene.metadata, 0)
     output = kernels.paged_attention(*arguments, **options)
     torch.testing.assert_close(output.double(), scene.expected(**options), rtol=0, atol=TOLERANCE[dtype])
-    reference = torch_paged_attention(*arguments, **options)
+    # The same scene by way of torch, whose cache has its keys untransposed.
+    keys = scene.keys_by_token().contiguous()
+    reference = torch_paged_attention(*arguments[:3], keys, *arguments[4:], **options)
     torch.testing.assert_close(output.float(), reference.float(), rtol=0, atol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
+@pytest.mark.parametrize("block_size", [1, 8, 16, 24, 128])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 1), (9, 3), (32, 2)])
-def test_attention_of_every_shape(kernels: Kernels, head_dim: int, heads: int, kv_heads: int) -> None:
+def test_attention_of_every_shape(
+    kernels: Kernels, head_dim: int, heads: int, kv_heads: int, block_size: int
+) -> None:
     scene = Scene(
-        [(40, 1), (0, 33)],
+        [(90, 1), (0, 33), (70, 20)],
         dtype=torch.float32,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        block_size=8,
+        block_size=block_size,
     )
     options: dict[str, Any] = {"scale": head_dim**-0.5, "window": None, "softcap": None, "sinks": None}
     output = kernels.paged_attention(
@@ -142,7 +152,7 @@ def test_attention_of_every_shape(kernels: Kernels, head_dim: int, heads: int, k
 
 def test_attention_writes_keys_and_values_where_they_belong_and_nowhere_else(kernels: Kernels) -> None:
     scene = Scene([(17, 3), (0, 16)], dtype=torch.float32)
-    key_before, value_before = scene.key_cache.clone(), scene.value_cache.clone()
+    keys_before, values_before = scene.keys_by_token().clone(), scene.value_cache.clone()
     kernels.paged_attention(
         scene.query,
         scene.key,
@@ -157,8 +167,8 @@ def test_attention_writes_keys_and_values_where_they_belong_and_nowhere_else(ker
         sinks=None,
     )
     for cache, before, written in (
-        (scene.key_cache, key_before, scene.key),
-        (scene.value_cache, value_before, scene.value),
+        (scene.keys_by_token(), keys_before, scene.key),
+        (scene.value_cache, values_before, scene.value),
     ):
         for row, slot in enumerate(scene.metadata.slot_mapping[0].tolist()):
             before[slot // 16, :, slot % 16] = written[row]

@@ -1,0 +1,158 @@
+"""An accelerated model computes what transformers' own modules do, in every family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from model_runner.worker import accelerate as accelerate_module
+from model_runner.worker.accelerate import accelerate
+from model_runner.worker.attention import PagedAttention, torch_paged_attention
+from model_runner.worker.fused import FusedAttention, GatedMLP, NativeRMSNorm
+from model_runner.worker.linear import NativeLinear, OneDNNLinear
+from model_runner.worker.native import load_kernels
+
+LENGTHS = (1, 6, 23, 37)
+MAX_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cache")
+    if load_kernels(folder) is None:
+        pytest.skip("no C++ compiler on this machine")
+    return folder
+
+
+@pytest.fixture
+def prompts(families: Any) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(1, 512, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def has_native_linear(cache_dir: Path) -> bool:
+    kernels = load_kernels(cache_dir)
+    return kernels is not None and kernels.has_linear
+
+
+def parts(model: nn.Module) -> dict[str, int]:
+    """How many of a model's parts were swapped, and how many plain linear layers are left."""
+    modules = list(model.modules())
+    return {
+        "attentions": sum(isinstance(vars(m).get("forward"), FusedAttention) for m in modules),
+        "mlps": sum(isinstance(m, GatedMLP) for m in modules),
+        "norms": sum(isinstance(m, NativeRMSNorm) for m in modules),
+        "plain": sum(type(m) is nn.Linear for m in modules),
+    }
+
+
+def test_float32_gives_the_same_tokens(
+    family: str, families: Any, serve: Any, cache_dir: Path, prompts: list[list[int]]
+) -> None:
+    def prepare(model: nn.Module, modules: list[nn.Module]) -> PagedAttention:
+        execution = accelerate(model, modules, cache_dir=cache_dir)
+        assert "native attention" in execution.description
+        return execution.attention
+
+    model = families.make(family)
+    plain = serve(model, max_num_batched_tokens=16)
+    expected = plain.generate(prompts, MAX_TOKENS)
+    fast = serve(model, max_num_batched_tokens=16, prepare=prepare)
+    assert fast.generate(prompts, MAX_TOKENS) == expected
+    errors = [(fast.sampler.logits[key] - logits).abs().max() for key, logits in plain.sampler.logits.items()]
+    assert max(errors) < 1e-4
+
+
+def test_bfloat16_is_as_near_to_float32_as_it_was(
+    family: str, families: Any, serve: Any, cache_dir: Path, prompts: list[list[int]]
+) -> None:
+    def prepare(model: nn.Module, modules: list[nn.Module]) -> PagedAttention:
+        return accelerate(model, modules, cache_dir=cache_dir).attention
+
+    def worst_error(served: Any) -> float:
+        served.generate(prompts, 1)
+        return max(
+            (served.sampler.logits[tuple(p)] - exact.sampler.logits[tuple(p)]).norm()
+            / exact.sampler.logits[tuple(p)].norm()
+            for p in prompts
+        )
+
+    model = families.make(family)
+    exact = serve(model, max_num_batched_tokens=16)
+    exact.generate(prompts, 1)
+    model = model.bfloat16()
+    plain = worst_error(serve(model, max_num_batched_tokens=16))
+    fast = worst_error(serve(model, max_num_batched_tokens=16, prepare=prepare))
+    assert fast < 1.5 * plain + 0.01
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("llama", {"attentions": 4, "mlps": 4, "norms": 9}),
+        ("smollm3", {"attentions": 4, "mlps": 4, "norms": 9}),  # one layer without rotation
+        ("qwen2", {"attentions": 4, "mlps": 4, "norms": 9}),  # biases
+        ("qwen3", {"attentions": 0, "mlps": 4, "norms": 17}),  # norms of queries and keys
+        ("gemma3_text", {"attentions": 0, "mlps": 0, "norms": 25}),  # gelu, norms of another kind
+    ],
+)
+def test_what_is_recognised(
+    family: str, expected: dict[str, int], families: Any, serve: Any, cache_dir: Path
+) -> None:
+    if not has_native_linear(cache_dir):
+        pytest.skip("this CPU has no AVX512-BF16")
+    found = {}
+
+    def prepare(model: nn.Module, modules: list[nn.Module]) -> PagedAttention:
+        attention = accelerate(model, modules, cache_dir=cache_dir).attention
+        found.update(parts(model))
+        return attention
+
+    serve(families.make(family).bfloat16(), prepare=prepare)
+    assert found == {**expected, "plain": 0}
+
+
+def test_without_a_compiler_onednn_packs_the_weights(
+    families: Any, serve: Any, cache_dir: Path, monkeypatch: pytest.MonkeyPatch, prompts: list[list[int]]
+) -> None:
+    monkeypatch.setattr(accelerate_module, "load_kernels", lambda _: None)
+    kinds: list[type[nn.Module]] = []
+
+    def prepare(model: nn.Module, modules: list[nn.Module]) -> PagedAttention:
+        execution = accelerate(model, modules, cache_dir=cache_dir)
+        assert execution.attention is torch_paged_attention
+        kinds.extend({type(m) for m in model.modules()} & {nn.Linear, OneDNNLinear, NativeLinear})
+        return execution.attention
+
+    model = families.make("qwen2").bfloat16()
+    plain = serve(model)
+    plain.generate(prompts, 1)
+    fast = serve(model, prepare=prepare)
+    fast.generate(prompts, 1)
+    assert kinds == ([OneDNNLinear] if torch.ops.mkldnn._is_mkldnn_bf16_supported() else [nn.Linear])
+    for prompt in prompts:
+        exact, packed = plain.sampler.logits[tuple(prompt)], fast.sampler.logits[tuple(prompt)]
+        assert (packed - exact).norm() < 0.03 * exact.norm()
+
+
+def test_off_compiles_nothing(families: Any, tmp_path: Path) -> None:
+    execution = accelerate(families.make("llama"), [], cache_dir=tmp_path, mode="off")
+    assert execution.attention is torch_paged_attention
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_module_that_computes_otherwise_is_left_alone(families: Any, cache_dir: Path) -> None:
+    model = families.make("llama").bfloat16()
+    odd = model.model.layers[1].mlp
+    odd.act_fn = nn.ReLU()
+    norm = model.model.layers[2].input_layernorm
+    norm.forward = lambda x: 2.0 * x
+    accelerate(model, [], cache_dir=cache_dir)
+    assert type(model.model.layers[1].mlp) is type(odd)
+    assert model.model.layers[2].input_layernorm is norm
+    if has_native_linear(cache_dir):
+        assert isinstance(model.model.layers[0].mlp, GatedMLP)
