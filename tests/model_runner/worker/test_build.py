@@ -24,7 +24,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory, families: Any) -> Path:
 
 
 def config(folder: Path, **changes: Any) -> EngineConfig:
-    options = {"dtype": "float32", "kv_cache_memory_bytes": 4 << 20, "num_threads": 1, "compile": "off"}
+    options = {
+        "dtype": "float32",
+        "kv_cache_memory_bytes": 4 << 20,
+        "num_threads": 1,
+        "max_num_batched_tokens": 32,
+        "max_num_seqs": 8,
+        "compile": "off",
+    }
     return EngineConfig(model=str(folder), cache_dir=str(folder / "cache"), **{**options, **changes})
 
 
@@ -66,12 +73,12 @@ def test_the_cache_is_a_share_of_the_memory_unless_said(folder: Path) -> None:
 
 def test_too_little_cache_for_one_request(folder: Path) -> None:
     with pytest.raises(DoesNotFit, match="One request of 256 tokens needs"):
-        build_engine(config(folder, kv_cache_memory_bytes=1 << 20), lambda *_: None, lambda _: None)
+        build_engine(config(folder, kv_cache_memory_bytes=1 << 17), lambda *_: None, lambda _: None)
 
 
 def test_max_model_len_auto(folder: Path) -> None:
     planned: list[ModelInfo] = []
-    small = config(folder, kv_cache_memory_bytes=1 << 18, max_model_len_auto=True, max_num_batched_tokens=32)
+    small = config(folder, kv_cache_memory_bytes=1 << 17, max_model_len_auto=True)
     build_engine(small, lambda *_: None, planned.append)
     assert 0 < planned[0].max_model_len < 256
 

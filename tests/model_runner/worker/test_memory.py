@@ -34,9 +34,9 @@ def test_one_request_too_long_fails_with_the_figures_and_the_ways_out() -> None:
     with pytest.raises(DoesNotFit) as failure:
         memory.plan(config(), PLAIN, 100 * PLAIN.block_bytes, context=2048)
     assert str(failure.value) == (
-        "One request of 2048 tokens needs 2.0MiB of KV cache, but only 1.6MiB are left for requests (of 1.6MiB, "
-        "less 0.0MiB kept for prefills in flight). Give --kv-cache-memory 2MiB or more, or --max-model-len 1600 "
-        "or less (`auto` chooses it)."
+        "One request of 2048 tokens needs 2.0MiB of KV cache, but only 1.6MiB are left for requests "
+        "(of 1.6MiB, less 0.0MiB kept for prefills in flight). Give --kv-cache-memory 2MiB or more, "
+        "or --max-model-len 1600 or less (`auto` chooses it)."
     )
 
 
