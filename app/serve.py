@@ -39,6 +39,8 @@ from model_runner.types import Ending
 
 # After the last request has ended: for answers that are still on their way to slow readers.
 _FLUSH_SECONDS = 5
+# One signal may come twice: `timeout` and terminals send it to the process and to its group.
+_SAME_SIGNAL_SECONDS = 0.5
 _KEEP_ALIVE_SECONDS = 65  # longer than the usual proxies' 60 s: they, and not we, close idle connections
 
 T = TypeVar("T")
@@ -223,14 +225,19 @@ def _warn_if_open_to_all(settings: Settings, sockets: Sequence[socket.socket]) -
 def _set_by_signals() -> asyncio.Event:
     """Set by the first SIGTERM or SIGINT. The second ends the process at once, and the engine with it."""
     leaving = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    first = 0.0
 
     def on_signal(received: signal.Signals) -> None:
-        if leaving.is_set():
+        nonlocal first
+        if not leaving.is_set():
+            first = loop.time()
+            leaving.set()
+        elif loop.time() - first > _SAME_SIGNAL_SECONDS:
             _leave_now(f"second signal ({received.name}): leaving at once", 128 + received)
-        leaving.set()
 
     for each in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(each, on_signal, each)
+        loop.add_signal_handler(each, on_signal, each)
     return leaving
 
 

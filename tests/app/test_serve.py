@@ -184,6 +184,9 @@ def test_a_second_signal_ends_it_at_once() -> None:
             next(response.iter_lines())
             server.process.send_signal(signal.SIGINT)
             server.said("draining")
+            server.process.send_signal(signal.SIGINT)  # the same, told twice
+            time.sleep(0.7)
+            assert server.alive()
             server.process.send_signal(signal.SIGINT)
             assert server.ended(10) == 128 + signal.SIGINT
         engine.wait(10)
