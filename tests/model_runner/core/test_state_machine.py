@@ -1,0 +1,460 @@
+"""Ledger, queue, scheduler and block pool under every crossing of messages between the two processes.
+
+The API process is its real Dispatcher and AdmissionController; the engine process is its real EngineCore
+with a runner that counts. Between them are two mailboxes, from which hypothesis delivers one message at a
+time, when it likes: aborts cross finishes, admissions cross crashes, dead engines' words arrive late. After
+every event the invariants of the design hold, and at the end everything comes to rest: every request has
+ended once, nothing is reserved or held.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from model_runner.core.admission import AdmissionController
+from model_runner.core.dispatcher import Dispatcher, LiveRequest, Submission
+from model_runner.core.kv_spec import KVCacheSpec
+from model_runner.core.output import RunnerOutput, SchedulerOutput
+from model_runner.core.pace import Pace
+from model_runner.engine import EngineCore
+from model_runner.errors import (
+    EngineDied,
+    KVCacheBudgetExceeded,
+    LoadError,
+    PlimsollError,
+    QueueTimeout,
+)
+from model_runner.messages import (
+    Abort,
+    StepDone,
+    Submit,
+    ToEngine,
+    decode_from_engine,
+    decode_to_engine,
+    encode,
+)
+from model_runner.types import ChoiceOutput, Ending, FinishReason, SamplingParams, StepStats
+
+EOS, FIRST_TOKEN = 0, 10
+MAX_NUM_BATCHED_TOKENS, MAX_MODEL_LEN, MAX_QUEUE_REQUESTS, MAX_QUEUE_SECONDS = 9, 64, 4, 12.0
+WINDOWS = st.sampled_from([None, 1, 5, 9])
+
+
+def make_spec(window: int | None) -> KVCacheSpec:
+    """Two full layers; or two full and two sliding ones, in two groups that draw on one pool."""
+    kinds = ["full_attention"] * 2 + ["sliding_attention"] * (0 if window is None else 2)
+    config = {
+        "num_hidden_layers": len(kinds),
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "hidden_size": 8,
+        "head_dim": 8,
+        "layer_types": kinds,
+        "sliding_window": window,
+    }
+    return KVCacheSpec.from_config(config, block_size=4, element_bytes=2)
+
+
+class CountingRunner:
+    """The token at position p is FIRST_TOKEN + p, or the end of the text when the dice say so."""
+
+    def __init__(self, dice: random.Random) -> None:
+        self.dice = dice
+
+    def execute(self, scheduled: SchedulerOutput) -> RunnerOutput:
+        tokens = [
+            EOS if self.dice.random() < 0.1 else FIRST_TOKEN + sample.position for sample in scheduled.samples
+        ]
+        return RunnerOutput(tokens, [None] * len(tokens))
+
+
+class Client:
+    """A listener that holds the dispatcher to its promises."""
+
+    def __init__(self, submission: Submission) -> None:
+        self.submission = submission
+        self.request: LiveRequest
+        self.collected: Counter[tuple[int, int]] = Counter()
+        self.finished: dict[tuple[int, int], FinishReason] = {}
+        self.stopped: set[tuple[int, int]] = set()
+        self.aborted = False
+        self.endings = 0
+        self.error: PlimsollError | None = None
+
+    def output(self, prompt_index: int, output: ChoiceOutput) -> None:
+        assert self.endings == 0, "output after the end"
+        key = (prompt_index, output.choice)
+        assert key not in {*self.finished, *self.stopped}, "output of a choice that has ended"
+        for token in output.token_ids:
+            assert token in (EOS, FIRST_TOKEN + self.collected[key]), "a token was lost or came twice"
+            self.collected[key] += 1
+        if output.finish_reason is not None:
+            self.finished[key] = output.finish_reason
+
+    def restarted(self) -> None:
+        assert not self.request.delivered, "what a client has seen was run again"
+        self.collected.clear()
+        self.finished.clear()
+        self.stopped.clear()
+
+    def ended(self, error: PlimsollError | None) -> None:
+        self.endings += 1
+        assert self.endings == 1, "a second ending"
+        self.error = error
+        if isinstance(error, EngineDied):
+            assert self.request.delivered or self.request.deaths == 2
+        if isinstance(error, QueueTimeout) and not self.request.deaths:
+            assert self.request.admitted_at is None, "it was let in and timed out in the queue all the same"
+
+
+class Observer:
+    def __init__(self) -> None:
+        self.endings: list[Ending] = []
+        self.accepted = 0
+
+    def decided(self, decision: str, reason: str, projected_bytes: int) -> None:
+        assert projected_bytes > 0
+        self.accepted += decision != "rejected"
+
+    def dequeued(self, queue_time_seconds: float) -> None:
+        assert queue_time_seconds >= 0
+
+    def first_token(self, seconds: float) -> None:
+        assert seconds >= 0
+
+    def inter_token(self, seconds: float) -> None:
+        assert seconds >= 0
+
+    def tokens(self, *, prompt: int, generated: int) -> None:
+        assert prompt + generated > 0
+
+    def stepped(self, stats: StepStats) -> None:
+        pass
+
+    def ended(self, ending: Ending) -> None:
+        self.endings.append(ending)
+
+    def engine_restarted(self) -> None:
+        pass
+
+
+class TwoProcesses(RuleBasedStateMachine):
+    """`engine` is None when there is none; `epoch` is that of the last one that was started."""
+
+    @initialize(
+        window=WINDOWS, num_blocks=st.integers(8, 40), max_num_seqs=st.integers(1, MAX_NUM_BATCHED_TOKENS)
+    )
+    def begin(self, window: int | None, num_blocks: int, max_num_seqs: int) -> None:
+        self.spec = make_spec(window)
+        self.num_blocks, self.max_num_seqs = num_blocks, max_num_seqs
+        self.now = 100.0
+        self.observer = Observer()
+        self.admission = AdmissionController(
+            num_blocks=num_blocks,
+            max_num_seqs=max_num_seqs,
+            max_queue_requests=MAX_QUEUE_REQUESTS,
+            max_queue_seconds=MAX_QUEUE_SECONDS,
+            pace=Pace(decode_step_seconds=0.1, prefill_tokens_per_second=100.0),
+        )
+        self.dispatcher = Dispatcher(self.spec, self.admission, self.observer, self.send)
+        self.clients: list[Client] = []
+        self.epoch = 0
+        self.dice = random.Random(0)
+        self.death_noticed = True
+        self.engine: EngineCore | None = None
+        self.to_engine: deque[bytes] = deque()
+        self.to_api: deque[bytes] = deque()
+        self.launched: list[int] = []
+        self.start_engine()
+
+    def send(self, message: ToEngine) -> None:
+        assert not self.death_noticed, "a message to an engine that is known to be dead"
+        if isinstance(message, Submit):
+            request, _ = self.dispatcher._parts[message.request_id]
+            serial = int(request.ask.ask_id)
+            if not request.deaths:
+                assert not self.launched or serial >= self.launched[-1], "one has overtaken another"
+                self.launched.append(serial)
+        self.to_engine.append(encode(message))
+
+    # ---- clients
+
+    @property
+    def living(self) -> list[Client]:
+        return [client for client in self.clients if not client.endings]
+
+    @rule(
+        prompts=st.lists(st.integers(1, 16), min_size=1, max_size=2),
+        max_tokens=st.integers(1, 16),
+        n=st.integers(1, 3),
+        streaming=st.booleans(),
+    )
+    def arrive(self, prompts: list[int], max_tokens: int, n: int, streaming: bool) -> None:
+        if n > self.max_num_seqs or self.death_noticed:
+            return  # refused before it comes to the dispatcher
+        params = SamplingParams(max_tokens=max_tokens, n=n)
+        submission = Submission("r", [[5] * length for length in prompts], params, streaming)
+        client = Client(submission)
+        price = sum(self.spec.request_blocks(length, max_tokens, n) for length in prompts)
+        never_fits = price > self.num_blocks
+        try:
+            client.request = self.dispatcher.submit(submission, client, self.now)
+        except KVCacheBudgetExceeded as error:
+            assert never_fits
+            self.check_advice(error, prompts, n)
+        except LoadError as error:
+            assert not never_fits
+            self.check_retry(error)
+        else:
+            assert not never_fits
+            assert client.request.projected_bytes == price * self.spec.block_bytes
+            self.clients.append(client)
+
+    def check_retry(self, error: LoadError) -> None:
+        assert 0 <= error.retry_after_seconds < 1000
+
+    def check_advice(self, error: KVCacheBudgetExceeded, prompts: list[int], n: int) -> None:
+        def price(max_tokens: int) -> int:
+            return sum(self.spec.request_blocks(length, max_tokens, n) for length in prompts)
+
+        largest = error.largest_max_tokens
+        assert largest == 0 or price(largest) <= self.num_blocks
+        assert price(largest + 1) > self.num_blocks
+        assert error.required_bytes > error.budget_bytes == self.num_blocks * self.spec.block_bytes
+
+    @rule(which=st.integers(0, 9))
+    def abort(self, which: int) -> None:
+        """One of the first; clients that have had their ending try it too."""
+        if which >= len(self.clients):
+            return
+        client = self.clients[which]
+        client.aborted |= not client.endings
+        self.dispatcher.abort(client.request, "client_disconnected", self.now)
+        assert client.endings == 1
+
+    @precondition(lambda self: self.dispatcher.num_live)
+    @rule(data=st.data())
+    def stop_string_matches(self, data: st.DataObject) -> None:
+        client = data.draw(st.sampled_from(self.living))
+        seen = sorted(key for key, tokens in client.collected.items() if tokens)
+        if not seen or client.request.restart_unseen:
+            return
+        prompt_index, choice = data.draw(st.sampled_from(seen))
+        client.stopped.add((prompt_index, choice))
+        self.dispatcher.stop(client.request, prompt_index, choice, 1, self.now)
+
+    @precondition(lambda self: self.dispatcher.num_live)
+    @rule(data=st.data())
+    def deliver(self, data: st.DataObject) -> None:
+        client = data.draw(st.sampled_from(self.living))
+        if client.collected or client.request.restart_unseen:
+            self.dispatcher.delivering(client.request, self.now)
+
+    @precondition(lambda self: self.dispatcher.num_live)
+    @rule(data=st.data())
+    def see_restart(self, data: st.DataObject) -> None:
+        client = data.draw(st.sampled_from(self.living))
+        self.dispatcher.restart_seen(client.request)
+
+    @rule(seconds=st.floats(0.01, 2.0))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.dispatcher.expire(self.now)
+
+    # ---- messages and steps
+
+    @rule(
+        order=st.lists(st.sampled_from(["engine_receives", "engine_steps", "api_receives"]), min_size=1),
+        dice=st.integers(0, 2**16),
+    )
+    def both_work(self, order: list[str], dice: int) -> None:
+        """In any order: many small events, each of them looked at."""
+        self.dice.seed(dice)
+        for event in order:
+            getattr(self, event)()
+            self.look()
+
+    @rule(rounds=st.integers(1, 12), lag=st.integers(0, 3), dice=st.integers(0, 2**16))
+    def engine_runs_ahead(self, rounds: int, lag: int, dice: int) -> None:
+        """As it mostly is: the engine takes what has come and steps, and is heard `lag` words late."""
+        self.dice.seed(dice)
+        for _ in range(rounds):
+            while self.engine and self.to_engine:
+                self.engine_receives()
+            self.engine_steps()
+            self.look()
+            while len(self.to_api) > lag:
+                self.api_receives()
+                self.look()
+
+    def engine_receives(self) -> None:
+        if self.engine is None or not self.to_engine:
+            return
+        message = decode_to_engine(self.to_engine.popleft())
+        if isinstance(message, Submit):
+            self.engine.submit(message)
+        else:
+            assert isinstance(message, Abort)
+            self.engine.abort(message.request_id, message.choice)
+
+    def engine_steps(self) -> None:
+        if self.engine is None:
+            return
+        result = self.engine.step()
+        if result is not None:
+            step = StepDone(self.epoch, result.outputs, result.released, result.stats(0.1))
+        else:
+            step = StepDone(self.epoch, [], self.engine.drain(), None)
+        if step.stats or step.released:
+            self.to_api.append(encode(step))
+
+    def api_receives(self) -> None:
+        if not self.to_api:
+            return
+        step = decode_from_engine(self.to_api.popleft())
+        assert isinstance(step, StepDone)
+        reserved = self.admission.reserved_blocks
+        current = step.epoch == self.dispatcher.epoch
+        self.now += 0.001
+        self.dispatcher.step_done(step, self.now)
+        if not current:
+            assert self.admission.reserved_blocks == reserved, "a dead engine's word has moved the ledger"
+
+    # ---- deaths and births
+
+    @precondition(lambda self: self.engine and self.admission.reserved_blocks)
+    @rule()
+    def engine_crashes(self) -> None:
+        self.engine = None
+        self.to_engine.clear()
+
+    @precondition(lambda self: not self.engine and not self.death_noticed)
+    @rule()
+    def death_is_noticed(self) -> None:
+        self.to_engine.clear()
+        self.death_noticed = True
+        self.dispatcher.engine_died(self.now)
+        assert self.admission.reserved_blocks == 0
+
+    @precondition(lambda self: not self.engine and self.death_noticed)
+    @rule()
+    def engine_starts(self) -> None:
+        self.start_engine()
+
+    def start_engine(self) -> None:
+        self.engine = EngineCore(
+            self.spec,
+            CountingRunner(self.dice),
+            num_blocks=self.num_blocks,
+            headroom_blocks=self.spec.headroom_blocks(MAX_NUM_BATCHED_TOKENS),
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+            eos_token_ids=(EOS,),
+            max_model_len=MAX_MODEL_LEN,
+        )
+        self.epoch += 1
+        self.death_noticed = False
+        self.dispatcher.engine_ready(self.epoch, self.now)
+
+    # ---- what always holds
+
+    def look(self) -> None:
+        self.the_ledger_is_the_sum_of_its_reservations()
+        self.no_request_holds_more_than_it_has_reserved()
+        self.every_request_ends_once()
+        self.the_queue_is_bounded_and_its_head_can_run()
+
+    @invariant()
+    def the_ledger_is_the_sum_of_its_reservations(self) -> None:
+        reservations = self.admission.reservations()
+        assert 0 <= self.admission.reserved_blocks == sum(reservations.values()) <= self.num_blocks
+        assert 0 <= self.admission.reserved_sequences <= self.max_num_seqs
+        assert bool(reservations) == bool(self.admission.reserved_sequences)
+
+    @invariant()
+    def no_request_holds_more_than_it_has_reserved(self) -> None:
+        if self.engine is None:
+            return
+        scheduler = self.engine.scheduler
+        leases = {request_id: request.lease for request_id, request in scheduler._requests.items()}
+        for lease in leases.values():
+            assert 0 <= lease.held <= lease.reserved + lease.borrowed
+        assert sum(lease.held for lease in leases.values()) == scheduler.pool.used
+        assert sum(lease.borrowed for lease in leases.values()) <= scheduler.headroom_blocks
+        # What the engine has, the ledger has reserved, block for block: bytes are never given away twice.
+        reservations = self.admission.reservations()
+        for request_id, lease in leases.items():
+            assert reservations[request_id] == lease.reserved
+
+    @invariant()
+    def every_request_ends_once(self) -> None:
+        ended = sum(client.endings for client in self.clients)
+        assert ended == len(self.observer.endings)
+        assert self.observer.accepted == len(self.clients) == ended + self.dispatcher.num_live
+        for client in self.clients:
+            assert client.request.ended == bool(client.endings)
+
+    @invariant()
+    def the_queue_is_bounded_and_its_head_can_run(self) -> None:
+        queued = self.admission.queued_ask_ids()
+        again = sum(client.request.deaths > 0 for client in self.clients)
+        assert len(queued) <= MAX_QUEUE_REQUESTS + again
+        waiting = [c.request for c in self.clients if not c.request.ended and not c.request.running]
+        assert sorted(request.ask.ask_id for request in waiting) == sorted(queued)
+        assert self.admission.queued_blocks == sum(request.ask.blocks for request in waiting)
+        assert all(request.ask.blocks <= self.num_blocks for request in waiting)
+        if queued and not self.admission.reserved_blocks:
+            assert self.death_noticed, "all is free, and somebody waits"
+
+    def teardown(self) -> None:
+        """Let everything come to rest, and look at what is left."""
+        if not hasattr(self, "dispatcher"):
+            return
+        for client in self.clients:
+            self.dispatcher.restart_seen(client.request)
+        for _ in range(10_000):
+            if self.engine is None:
+                if not self.death_noticed:
+                    self.death_is_noticed()
+                self.engine_starts()
+            assert self.engine is not None
+            if self.to_engine:
+                self.engine_receives()
+            elif self.to_api:
+                self.api_receives()
+            elif self.engine.has_work or self.admission.reserved_blocks:
+                self.engine_steps()
+                assert self.to_api, "something is reserved, and the engine has nothing to say"
+            else:
+                break
+            self.look()
+        assert self.engine is not None
+        self.engine.check_idle()
+        assert self.dispatcher.num_live == 0
+        assert (self.admission.reserved_blocks, self.admission.queued_blocks) == (0, 0)
+        assert (self.dispatcher.used_blocks, self.admission.queue_length) == (0, 0)
+        self.every_request_ends_once()
+        self.what_was_finished_is_whole()
+
+    def what_was_finished_is_whole(self) -> None:
+        for client in self.clients:
+            if client.aborted or client.error is not None:
+                continue
+            params = client.submission.params
+            for prompt_index in range(len(client.submission.prompts)):
+                for choice in range(params.n):
+                    key = (prompt_index, choice)
+                    assert key in client.stopped or key in client.finished
+                    if client.finished.get(key) is FinishReason.LENGTH and key not in client.stopped:
+                        assert client.collected[key] == params.max_tokens
+
+
+TestTwoProcesses = TwoProcesses.TestCase
+TestTwoProcesses.settings = settings(
+    max_examples=400, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+)
