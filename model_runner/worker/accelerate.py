@@ -37,10 +37,10 @@ def accelerate(
 ) -> Execution:
     """Swap parts of `model`, in place, for faster ones that compute the same; its plain weights are let go.
 
-    `attention_modules` are the model's, set to the block-paged implementation; they stay the same objects. Call it
-    once, after loading and before the ModelRunner is made. Compiled kernels are kept in `cache_dir`. With `mode`
-    "off", or without a C++ compiler, the weights are still packed by oneDNN where that helps; on another device than
-    a CPU nothing is done.
+    `attention_modules` are the model's, set to the block-paged implementation; they stay the same
+    objects. Call it once, after loading and before the ModelRunner is made. Compiled kernels are kept in
+    `cache_dir`. With `mode` "off", or without a C++ compiler, the weights are still packed by oneDNN
+    where that helps; on another device than a CPU nothing is done.
     """
     parameter = next(model.parameters())
     if parameter.device.type != "cpu":

@@ -1,7 +1,8 @@
 """Native counterparts of the modules that decoder layers are made of.
 
-A counterpart takes a module's place only after both were run on the same random numbers and agreed. So a model is
-recognised by what its modules compute, not by its name, and what is not recognised stays transformers' own.
+A counterpart takes a module's place only after both were run on the same random numbers and agreed. So a
+model is recognised by what its modules compute, not by its name, and what is not recognised stays
+transformers' own.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from model_runner.worker.native import Kernels
 
 logger = logging.getLogger(__name__)
 
+_FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _CHECK_TOKENS = 5
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # of the largest value
 
@@ -45,7 +48,7 @@ class GatedMLP(nn.Module):
 
     def __init__(self, kernels: Kernels, mlp: nn.Module) -> None:
         super().__init__()
-        gate, up, down = _linears(mlp, "gate_proj", "up_proj", "down_proj")
+        gate, up, down = _linears(mlp, *_FEED_FORWARD)
         bias = None if gate.bias is None else interleave_gated(gate.bias.detach(), up.bias.detach())
         weight = interleave_gated(gate.weight.detach(), up.weight.detach())
         self.gate_up = NativeLinear(kernels, weight, bias, gated=True)
@@ -57,15 +60,14 @@ class GatedMLP(nn.Module):
 
     @staticmethod
     def fits(kernels: Kernels, mlp: nn.Module) -> bool:
-        names = ("gate_proj", "up_proj", "down_proj")
-        if not all(NativeLinear.fits(kernels, getattr(mlp, name, None)) for name in names):  # type: ignore[arg-type]
+        if not all(NativeLinear.fits(kernels, getattr(mlp, name, None)) for name in _FEED_FORWARD):
             return False
-        gate, up, _ = _linears(mlp, *names)
+        gate, up, _ = _linears(mlp, *_FEED_FORWARD)
         return gate.out_features % 16 == 0 and (gate.bias is None) == (up.bias is None)
 
 
 class FusedAttention:
-    """The forward of an attention module: one product for queries, keys and values, which are rotated in place.
+    """An attention module's forward: one product for queries, keys and values, which are rotated in place.
 
     Set as the module's own `forward`, because the module is what its part of the cache is bound to.
     """
@@ -87,14 +89,14 @@ class FusedAttention:
     def __call__(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None, **_: Any
     ) -> tuple[Tensor, None]:
-        heads = self._query_heads, self._kv_heads, self._kv_heads
+        heads = [self._query_heads, self._kv_heads, self._kv_heads]
         mixed: Tensor = self.qkv(hidden_states[0])
         if self._rotary:
             assert position_embeddings is not None
             cosine, sine = position_embeddings
             rotated = self._query_heads + self._kv_heads
             self._kernels.rotate(mixed, cosine[0], sine[0], rotated, self._head_dim)
-        query, key, value = mixed.unflatten(1, (-1, self._head_dim)).split(heads, dim=1)
+        query, key, value = torch.split(mixed.view(len(mixed), -1, self._head_dim), heads, dim=1)
         layer: PagedLayer = getattr(self._module, LAYER_ATTRIBUTE)
         attended = layer(query, key, value, scale=self._scale, softcap=None, sinks=None)
         output: Tensor = self.output(attended.flatten(1))
@@ -104,11 +106,11 @@ class FusedAttention:
         for name in _PROJECTIONS:
             delattr(self._module, name)
         self._module.qkv_proj, self._module.out_proj = self.qkv, self.output
-        self._module.forward = self  # type: ignore[assignment]
+        self._module.forward = self
 
     @staticmethod
     def fits(kernels: Kernels, module: nn.Module) -> bool:
-        if not all(NativeLinear.fits(kernels, getattr(module, name, None)) for name in _PROJECTIONS):  # type: ignore[arg-type]
+        if not all(NativeLinear.fits(kernels, getattr(module, name, None)) for name in _PROJECTIONS):
             return False
         query, key, value, _ = _linears(module, *_PROJECTIONS)
         biases = {p.bias is None for p in (query, key, value)}
@@ -120,9 +122,6 @@ class FusedAttention:
             and key.out_features == value.out_features
             and query.out_features % head_dim == 0
         )
-
-
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def fuse_norms(model: nn.Module, kernels: Kernels) -> int:
@@ -161,8 +160,8 @@ def fuse_mlps(model: nn.Module, kernels: Kernels) -> int:
             if not GatedMLP.fits(kernels, child):
                 continue
             native = GatedMLP(kernels, child)
-            weight = child.gate_proj.weight  # type: ignore[union-attr]
-            x = _random(_CHECK_TOKENS, weight.shape[1], like=weight)  # type: ignore[union-attr, arg-type, index]
+            weight = _linears(child, *_FEED_FORWARD)[0].weight
+            x = _random(_CHECK_TOKENS, weight.shape[1], like=weight)
             if _agree(native(x), child(x)):
                 setattr(parent, name, native)
                 fused += 1
@@ -184,8 +183,8 @@ def fuse_attentions(modules: list[nn.Module], kernels: Kernels) -> int:
 
 
 def _fitting_attention(kernels: Kernels, module: nn.Module) -> FusedAttention | None:
-    weight = module.q_proj.weight  # type: ignore[union-attr]
-    x = _random(1, _CHECK_TOKENS, weight.shape[1], like=weight)  # type: ignore[union-attr, arg-type, index]
+    weight = _linears(module, *_PROJECTIONS)[0].weight
+    x = _random(1, _CHECK_TOKENS, weight.shape[1], like=weight)
     # Unlike any real angle's, so that a rotation of another kind can't agree by accident.
     embeddings = tuple(
         _random(1, _CHECK_TOKENS, module.head_dim, like=weight)  # type: ignore[arg-type]

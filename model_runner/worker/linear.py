@@ -1,7 +1,7 @@
 """Linear layers whose weights are laid out once, at load, in the order in which the products read them.
 
-Two kinds: Plimsoll's own kernel for bfloat16 where it was compiled for the CPU, and oneDNN's packed form, which
-needs no compiler. Each layer's plain weights are let go as soon as it is packed.
+Two kinds: Plimsoll's own kernel for bfloat16 where it was compiled for the CPU, and oneDNN's packed form,
+which needs no compiler. Each layer's plain weights are let go as soon as it is packed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ONEDNN_ROWS = 32
 
 
 class NativeLinear(nn.Module):
-    """x · Wᵀ + b in bfloat16 by `Kernels.linear`. `gated`: silu(x · Gᵀ) * (x · Uᵀ), see `interleave_gated`."""
+    """x · Wᵀ + b in bfloat16; `gated`: silu(x · Gᵀ) · (x · Uᵀ), W being `interleave_gated`(G, U)."""
 
     panels: Tensor
     bias: Tensor | None
@@ -35,10 +35,9 @@ class NativeLinear(nn.Module):
         return self._kernels.linear(x, self.panels, self.bias, self._outputs, gated=self._gated)
 
     @staticmethod
-    def fits(kernels: Kernels | None, linear: nn.Module) -> bool:
+    def fits(kernels: Kernels, linear: object) -> bool:
         return (
-            kernels is not None
-            and kernels.has_linear
+            kernels.has_linear
             and type(linear) is nn.Linear
             and linear.weight.dtype == torch.bfloat16
             and linear.in_features % 2 == 0
@@ -60,23 +59,23 @@ class OneDNNLinear(nn.Module):
         return product
 
     @staticmethod
-    def fits(linear: nn.Module) -> bool:
+    def fits(linear: object) -> bool:
         return (
             type(linear) is nn.Linear
             and linear.weight.dtype == torch.bfloat16
-            and torch.backends.mkldnn.is_available()
+            and torch._C._has_mkldnn
             and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
         )
 
 
 def interleave_gated(gate: Tensor, up: Tensor) -> Tensor:
-    """[N, ...] and [N, ...] -> [2 N, ...]: sixteen of the one, sixteen of the other, as a gated product reads them.
+    """[N, ...] and [N, ...] -> [2 N, ...]: sixteen of the one, sixteen of the other, and so on.
 
-    N is a multiple of 16.
+    N is a multiple of 16. It puts a gate and what it opens into one panel.
     """
     half = PANEL_OUTPUTS // 2
-    pairs = torch.stack([gate.unflatten(0, (-1, half)), up.unflatten(0, (-1, half))], dim=1)
-    return pairs.flatten(0, 2)
+    pairs = [part.view(-1, half, *part.shape[1:]) for part in (gate, up)]
+    return torch.stack(pairs, dim=1).flatten(0, 2)
 
 
 def pack_linears(model: nn.Module, kernels: Kernels | None) -> int:
@@ -84,11 +83,11 @@ def pack_linears(model: nn.Module, kernels: Kernels | None) -> int:
     packed = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if NativeLinear.fits(kernels, child):
-                assert kernels is not None
+            if not isinstance(child, nn.Linear):
+                continue
+            if kernels is not None and NativeLinear.fits(kernels, child):
                 setattr(parent, name, NativeLinear(kernels, child.weight.detach(), child.bias))
             elif OneDNNLinear.fits(child):
-                assert isinstance(child, nn.Linear)
                 setattr(parent, name, OneDNNLinear(child))
             else:
                 continue

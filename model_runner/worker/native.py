@@ -1,7 +1,8 @@
-"""The C++ kernels: built once with the machine's own compiler, kept in the cache folder, called through ctypes.
+"""The C++ kernels: built once with the machine's own compiler, kept in the cache folder.
 
-Nothing here is required. Where there is no compiler, `load_kernels` gives None and torch does the same work slower.
-The library shares torch's OpenMP runtime, so that there is one pool of threads, and has no other dependency.
+Nothing here is required. Where there is no compiler, `load_kernels` gives None and torch does the same
+work slower. The library shares torch's OpenMP runtime, so that there is one pool of threads, and has no
+other dependency.
 """
 
 from __future__ import annotations
@@ -206,7 +207,7 @@ class Kernels:
         return output
 
     def linear(self, x: Tensor, panels: Tensor, bias: Tensor | None, outputs: int, *, gated: bool) -> Tensor:
-        """x [..., K] bfloat16 by `pack_panels`' weights -> [..., outputs], or with `gated` [..., outputs / 2].
+        """x [..., K] bfloat16 by `pack_panels`' weights -> [..., outputs], half of them with `gated`.
 
         `bias` is float32, padded to whole panels.
         """
@@ -247,7 +248,7 @@ class Kernels:
 
 
 def pack_panels(weight: Tensor) -> Tensor:
-    """[N, K] bfloat16 (K even) -> [ceil(N / 32), K / 2, 32, 2], padded with zeros, as `Kernels.linear` reads it."""
+    """[N, K] bfloat16, K even -> [ceil(N / 32), K / 2, 32, 2], zero-padded, as `Kernels.linear` reads it."""
     outputs, inputs = weight.shape
     assert inputs % 2 == 0
     panels = -(-outputs // PANEL_OUTPUTS)

@@ -1,9 +1,9 @@
 """Draws tokens: one call for the whole batch, and no row's draw depends on another row.
 
-The order of a row's treatment is transformers' (repetition penalty, the other adjustments, temperature, top_k,
-top_p, min_p). Every filter is a cut-off on the row's own values and keeps all values that tie with it. Each draw
-takes one uniform number, keyed by (seed, choice, position), through the inverse of the cumulative distribution in
-vocabulary order. Work that a row did not ask for is not done for it.
+The order of a row's treatment is transformers' (repetition penalty, the other adjustments, temperature,
+top_k, top_p, min_p). Every filter is a cut-off on the row's own values and keeps all values that tie with
+it. Each draw takes one uniform number, keyed by (seed, choice, position), through the inverse of the
+cumulative distribution in vocabulary order. Work that a row did not ask for is not done for it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ class Sampler:
     ) -> tuple[list[int], list[TokenLogprobs | None]]:
         """Draw one token for each row.
 
-        `logits` is [len(samples), vocabulary], float32, row i for samples[i]; it is not changed. The result's
-        lists are parallel to `samples`. Raises FloatingPointError when a row has no finite logit or holds a NaN.
+        `logits` is [len(samples), vocabulary], float32, row i for samples[i]; it is not changed. The
+        result's lists are parallel to `samples`. Raises FloatingPointError when a row has no finite logit
+        or holds a NaN.
         """
         if not samples:
             return [], []
@@ -76,8 +77,9 @@ def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], top: Sequence
 def uniforms(rows: Sequence[SampleRow]) -> npt.NDArray[np.float64]:
     """One number in [0, 1) for each row, a hash of its seed, choice and position and of nothing else.
 
-    SplitMix64 (Steele, Lea & Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014): the seed is
-    split by choice, and `position` indexes the stream that results. The upper 53 bits make the number.
+    SplitMix64 (Steele, Lea & Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014): the
+    seed is split by choice, and `position` indexes the stream that results. The upper 53 bits make the
+    number.
     """
     seed = np.array([row.params.seed for row in rows], dtype=np.uint64)
     choice = np.array([row.choice for row in rows], dtype=np.uint64)
@@ -143,7 +145,7 @@ def _entries(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Row index, token id and value of every entry that `per_row` (row, token ids, values) names.
 
-    A single value stands for all of a row's tokens. Ids outside of the vocabulary are left out: no draw gives them.
+    A single value stands for all of a row's tokens. Ids outside of the vocabulary are left out.
     """
     id_arrays = [np.asarray(ids, dtype=np.int64) for _, ids, _ in per_row]
     rows = np.concatenate(

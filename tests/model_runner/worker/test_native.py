@@ -36,7 +36,8 @@ def naive_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """One sequence, in float64: query [R, Hq, D] are the last R of the L tokens of keys and values [L, Hkv, D]."""
+    """One sequence, in float64: query [R, Hq, D] are the last R of the L tokens of keys and values [L,
+    Hkv, D]."""
     rows, heads, _ = query.shape
     length, kv_heads, _ = keys.shape
     keys = keys.double().repeat_interleave(heads // kv_heads, dim=1)
