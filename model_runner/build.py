@@ -28,6 +28,8 @@ from model_runner.worker.servable import attention_modules
 
 logger = logging.getLogger(__name__)
 
+_WARMUP_PREFILL_TOKENS = 256
+
 OnProgress = Callable[[str, float], None]
 
 
@@ -78,7 +80,7 @@ def build_engine(
     measured = {
         "decode_step_seconds": warmup.measure_decode_seconds(runner, chosen.spec, plan.blocks_total),
         "prefill_tokens_per_second": warmup.measure_prefill_rate(
-            runner, chosen.spec, plan.blocks_total, min(config.max_num_batched_tokens, plan.max_model_len)
+            runner, chosen.spec, plan.blocks_total, min(config.max_num_batched_tokens, _WARMUP_PREFILL_TOKENS)
         ),
     }
     on_progress("warming up", 1.0)
