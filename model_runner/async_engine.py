@@ -236,7 +236,11 @@ class AsyncEngine:
             return Draining("The server is shutting down.", retry_after_seconds=1.0)
         if state is EngineState.STARTING:
             return Starting("The model is still loading.", retry_after_seconds=until_up)
-        if state in (EngineState.RESTARTING, EngineState.FAILED):
+        if state is EngineState.FAILED:
+            return EngineRestarting(
+                "The engine has failed; this server must be restarted.", retry_after_seconds=30.0
+            )
+        if state is EngineState.RESTARTING:
             return EngineRestarting("The engine is being restarted.", retry_after_seconds=until_up)
         n = submission.params.n
         if n > self._max_num_seqs:

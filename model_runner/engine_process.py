@@ -73,9 +73,10 @@ def main(build: BuildEngine, argv: Sequence[str] | None = None) -> NoReturn:
     _die_with_parent()
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
+    socket.setsockopt(zmq.LINGER, 1000)  # milliseconds for last words, and no longer
     socket.connect(arguments.address)
     code = _run(build, config, _Mailbox(socket, arguments.epoch))
-    socket.close(linger=1000)
+    socket.close()
     context.term()
     sys.stdout.flush()
     sys.stderr.flush()

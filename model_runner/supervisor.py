@@ -25,6 +25,7 @@ from model_runner.messages import (
     Ready,
     Shutdown,
     StartFailed,
+    Submit,
     ToEngine,
     decode_from_engine,
     encode,
@@ -171,7 +172,8 @@ class Supervisor:
         self._clock = clock
         self._process: EngineProcess | None = None
         self._closing = False
-        self._heard_at = clock()  # the last word, or the last moment without work
+        self._busy = False  # there is work that the engine owes a word about
+        self._heard_at = clock()  # its last word, or when it was given work after it had none
         self._ready_at: float | None = None
         self._starts_at = clock()  # when this life's start began, or the next one's will
         self._startup_seconds: float | None = None
@@ -179,9 +181,7 @@ class Supervisor:
     @property
     def silent_seconds(self) -> float:
         """For how long the engine has had work and said nothing."""
-        if not (self.up and self._owner.engine_has_work):
-            return 0.0
-        return self._clock() - self._heard_at
+        return self._clock() - self._heard_at if self._busy else 0.0
 
     def seconds_until_up(self, fallback: float) -> float:
         """From the back-off that is left and the last start that succeeded."""
@@ -191,7 +191,8 @@ class Supervisor:
     def send(self, message: ToEngine) -> None:
         """What is sent to no one is lost: the owner sends only to an engine that is up."""
         if self._process is not None:
-            if not self._owner.engine_has_work:
+            if isinstance(message, Submit) and not self._busy:
+                self._busy = True
                 self._heard_at = self._clock()
             self._process.send(message)
 
@@ -202,7 +203,7 @@ class Supervisor:
         try:
             while not self._closing:
                 cause = await self._live(context, directory)
-                self._process = self.pid = None
+                self._process, self.pid, self._busy = None, None, False
                 healthy_seconds = 0.0 if self._ready_at is None else self._clock() - self._ready_at
                 self.up, self._ready_at = False, None
                 if self._closing:
@@ -218,7 +219,7 @@ class Supervisor:
         finally:
             self._process = None
             self.up = False
-            context.term()
+            context.destroy(linger=0)
             shutil.rmtree(directory, ignore_errors=True)
 
     async def close(self, running: asyncio.Task[None]) -> None:
@@ -263,6 +264,7 @@ class Supervisor:
                 message = await process.receive()
                 self._heard(message)
                 self._owner.received(message)
+                self._busy = self._owner.engine_has_work
             except (msgspec.DecodeError, EngineMisbehaved) as error:
                 return f"it said what it must not: {error}"
             if isinstance(message, StartFailed):
@@ -288,8 +290,6 @@ class Supervisor:
         interval = min(1.0, self._step_timeout / 10)
         while True:
             await asyncio.sleep(interval)
-            if not self._owner.engine_has_work:
-                self._heard_at = self._clock()
             # When this process itself was held up, the engine's words may be here, unread.
-            elif self.silent_seconds > self._step_timeout and not await process.has_mail():
+            if self.silent_seconds > self._step_timeout and not await process.has_mail():
                 return f"a step took longer than {self._step_timeout:g} s"
