@@ -181,7 +181,8 @@ def test_a_second_signal_ends_it_at_once() -> None:
         url = server.url()
         engine = psutil.Process(server.process.pid).children()[0]
         with client.stream("POST", f"{url}/v1/completions", json=asked(900, stream=True)) as response:
-            next(response.iter_lines())
+            events = response.iter_lines()  # kept, for the stream is closed with it
+            next(events)
             server.process.send_signal(signal.SIGINT)
             server.said("draining")
             server.process.send_signal(signal.SIGINT)  # the same, told twice
