@@ -138,7 +138,7 @@ class Metrics:
         self._prompt_tokens = self._counter("plimsoll_prompt_tokens_total", "Prompt tokens read.")
         self._generated_tokens = self._counter("plimsoll_generated_tokens_total", "Tokens generated.")
         self._batch_size = self._histogram(
-            "plimsoll_batch_size", "Sequences running in a step of the engine.", _BATCH_SIZES
+            "plimsoll_batch_size", "Sequences that ran in one step of the engine.", _BATCH_SIZES
         )
         self._step_time = self._histogram(
             "plimsoll_step_duration_seconds", "How long a step of the engine took.", _STEP_SECONDS
@@ -186,7 +186,7 @@ class Metrics:
 
     def stepped(self, stats: StepStats) -> None:
         self._step_time.observe(stats.step_seconds)
-        self._batch_size.observe(stats.running_sequences)
+        self._batch_size.observe(stats.batch_sequences)
 
     def ended(self, ending: Ending) -> None:
         self._ended.labels(ending.reason).inc()

@@ -35,9 +35,9 @@ from app.values import (
 )
 from model_runner.async_engine import DoorPolicy
 from model_runner.config import EngineConfig
+from model_runner.model_files import DEFAULT_MODEL_NAME, default_name
 
 ENV_PREFIX = "PLIMSOLL_"
-DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 
 _MODEL = "the model"
 _MEMORY = "memory and batching"
@@ -291,7 +291,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         if not self.served_model_name:
-            object.__setattr__(self, "served_model_name", _name_of(self.model))
+            object.__setattr__(self, "served_model_name", default_name(self.model))
 
     def engine_config(self) -> EngineConfig:
         auto = self.max_model_len == "auto"
@@ -318,13 +318,6 @@ class Settings:
             max_queue_seconds=self.max_queue_seconds,
             engine_step_timeout=self.engine_step_timeout,
         )
-
-
-def _name_of(model: str) -> str:
-    if not model:
-        return DEFAULT_MODEL_NAME
-    looks_local = model.endswith(".gguf") or os.path.exists(model)
-    return Path(os.path.abspath(model)).name.removesuffix(".gguf") if looks_local else model
 
 
 OPTIONS = options_of(Settings)

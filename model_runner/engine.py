@@ -23,6 +23,7 @@ class StepResult:
     running_sequences: int
     waiting_sequences: int
     used_blocks: int
+    batch_sequences: int
 
     def stats(self, step_seconds: float) -> StepStats:
         """The account of the step for StepDone, once the caller has measured how long it took."""
@@ -33,6 +34,7 @@ class StepResult:
             running_sequences=self.running_sequences,
             waiting_sequences=self.waiting_sequences,
             used_blocks=self.used_blocks,
+            batch_sequences=self.batch_sequences,
         )
 
 
@@ -109,4 +111,5 @@ class EngineCore:
             running_sequences=self.scheduler.running_sequences,
             waiting_sequences=self.scheduler.waiting_sequences,
             used_blocks=self.scheduler.pool.used,
+            batch_sequences=len(scheduled.sequences),
         )

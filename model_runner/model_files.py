@@ -40,8 +40,15 @@ _READ_BYTES = 1 << 20
 class ModelFiles:
     kind: ModelKind
     path: Path  # a directory (hf) or a file (gguf)
-    name: str  # what the model is served as unless --served-model-name says otherwise
     cache_dir: Path  # for what is derived from the files
+
+
+def default_name(model: str) -> str:
+    """What `model` is served as when nothing else is asked for: the folder's or the file's name, or the hub id."""
+    if not model:
+        return DEFAULT_MODEL_NAME
+    looks_local = model.endswith(".gguf") or os.path.exists(model)
+    return Path(os.path.abspath(model)).name.removesuffix(".gguf") if looks_local else model
 
 
 def resolve(model: str, cache_dir: str | Path, on_progress: OnProgress | None = None) -> ModelFiles:
@@ -52,22 +59,22 @@ def resolve(model: str, cache_dir: str | Path, on_progress: OnProgress | None = 
     cache = Path(cache_dir)
     tell = on_progress or (lambda stage, fraction: None)
     if model == "":
-        return ModelFiles("gguf", _default_model(cache, tell), DEFAULT_MODEL_NAME, cache)
+        return ModelFiles("gguf", _default_model(cache, tell), cache)
     path = Path(model).expanduser()
     if path.is_dir():
         _check_directory(path)
-        return ModelFiles("hf", path, path.resolve().name, cache)
+        return ModelFiles("hf", path, cache)
     if path.suffix == ".gguf":
         if not path.is_file():
             raise StartupError(f"There is no file {path}.")
-        return ModelFiles("gguf", path, path.stem, cache)
+        return ModelFiles("gguf", path, cache)
     if path.exists():
         raise StartupError(f"{path} is neither a directory nor a .gguf file.")
     if not _HUB_ID.fullmatch(model):
         raise StartupError(f"There is no file or directory {model}.")
     directory = _download(model, tell)
     _check_directory(directory)
-    return ModelFiles("hf", directory, model, cache)
+    return ModelFiles("hf", directory, cache)
 
 
 def file_identity(path: Path) -> str:

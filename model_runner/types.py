@@ -70,9 +70,10 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True):
     step_seconds: float
     prefill_tokens: int
     decode_tokens: int
-    running_sequences: int
+    running_sequences: int  # after the step
     waiting_sequences: int  # admitted, not yet scheduled
     used_blocks: int  # blocks held after the step, over all layer groups
+    batch_sequences: int  # that ran in the step, those it finished included
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):

@@ -42,7 +42,7 @@ FLOORS: list[tuple[str, int]] = [
     ("model_runner.async_engine", 56),
     ("model_runner.request_stream", 54),
     ("model_runner.supervisor", 54),
-    ("model_runner.tokenizer", 54),
+    ("model_runner.tokenizer", 53),
     ("model_runner.worker", 54),
     ("model_runner.model_files", 52),
     ("model_runner.engine", 50),

@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from model_runner.errors import ModelNotServable
 from model_runner.model_files import ModelFiles
+from model_runner.tokenizer.gguf import load_definition
 from model_runner.worker.gguf_cache import GGUFCache
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,10 @@ def read_source(files: ModelFiles) -> Source:
     if files.kind == "gguf":
         gguf = GGUFCache(files.path, Path(files.cache_dir))
         config = gguf.read_config()
-        return Source(config, gguf, None, _eos_token_ids(config, None))
+        # A file seldom names every token that ends a turn; its vocabulary tells the rest.
+        of_vocabulary = load_definition(files.path, files.cache_dir).eos_token_ids
+        eos_token_ids = tuple(sorted({*_eos_token_ids(config, None), *of_vocabulary}))
+        return Source(config, gguf, None, eos_token_ids)
     try:
         whole = AutoConfig.from_pretrained(str(files.path), local_files_only=True)
     except (ValueError, KeyError, OSError) as error:

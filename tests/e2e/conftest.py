@@ -12,6 +12,6 @@ from tests.e2e.server import Server, eventually, serving
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
     """The real default model in float32, 64 MiB of KV cache; at the end nothing is reserved, nothing held."""
-    with serving("--dtype", "float32", "--kv-cache-memory", "64MiB") as running:
+    with serving("--dtype", "float32", "--kv-cache-memory", "64MiB", "--max-model-len", "auto") as running:
         yield running
         eventually(running.idle, "the ledger and the block pool are empty at the end")

@@ -20,7 +20,9 @@ LONG = {"prompt": "Count for ever: one, two,", "max_tokens": 900, "ignore_eos": 
 
 @pytest.fixture
 def own() -> Iterator[Server]:
-    with serving("--kv-cache-memory", "64MiB", "--shutdown-timeout", "60s") as running:
+    with serving(
+        "--kv-cache-memory", "64MiB", "--max-model-len", "auto", "--shutdown-timeout", "60s"
+    ) as running:
         yield running
 
 
@@ -135,7 +137,9 @@ def test_a_request_at_two_deaths_is_not_tried_a_third_time(own: Server) -> None:
 
 
 def test_a_stuck_step_counts_as_death() -> None:
-    with serving("--kv-cache-memory", "64MiB", "--engine-step-timeout", "5s") as own:
+    with serving(
+        "--kv-cache-memory", "64MiB", "--max-model-len", "auto", "--engine-step-timeout", "5s"
+    ) as own:
         thread, events = in_background(own, {**LONG, "stream": True})
         eventually(lambda: len(events) > 2, "the stream has begun")
         stuck = own.engine()
@@ -150,7 +154,7 @@ def test_a_stuck_step_counts_as_death() -> None:
 
 
 def test_an_engine_whose_parent_dies_exits() -> None:
-    with serving("--kv-cache-memory", "64MiB") as own:
+    with serving("--kv-cache-memory", "64MiB", "--max-model-len", "auto") as own:
         engine = own.engine()
         thread, events = in_background_ignoring_errors(own)
         eventually(lambda: len(events) > 2, "the engine is busy")

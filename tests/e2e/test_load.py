@@ -60,6 +60,7 @@ def body(sent: Sent, max_tokens: int) -> dict[str, object]:
     return {
         "prompt": sent.prompt,
         "max_tokens": max_tokens,
+        "n": 16 if sent.impossible else 1,
         "ignore_eos": True,
         "stream": sent.stream,
         **sampling,
@@ -67,7 +68,7 @@ def body(sent: Sent, max_tokens: int) -> dict[str, object]:
 
 
 async def one(client: httpx.AsyncClient, sent: Sent, rng: random.Random) -> Ending:
-    wanted = body(sent, 3000 if sent.impossible else sent.max_tokens)
+    wanted = body(sent, 1000 if sent.impossible else sent.max_tokens)
     patience = rng.uniform(0.05, 3.0)
     try:
         async with asyncio.timeout(patience if sent.hangs_up else None):

@@ -14,7 +14,7 @@ MIB = 1024 * 1024
 
 def test_the_processes_stay_within_their_weight() -> None:
     """API process under 300 MiB; engine under weights + KV budget + 1 GiB, during and after a burst."""
-    with serving("--kv-cache-memory", "256MiB") as own:
+    with serving("--kv-cache-memory", "256MiB", "--max-model-len", "auto") as own:
         api, engine = psutil.Process(own.process.pid), own.engine()
         metrics = own.metrics()
         limit = (

@@ -10,7 +10,14 @@ from huggingface_hub import errors
 
 from model_runner import model_files
 from model_runner.errors import StartupError
-from model_runner.model_files import DEFAULT_MODEL_FILE, DEFAULT_MODEL_NAME, file_identity, keep, resolve
+from model_runner.model_files import (
+    DEFAULT_MODEL_FILE,
+    DEFAULT_MODEL_NAME,
+    default_name,
+    file_identity,
+    keep,
+    resolve,
+)
 
 
 @pytest.fixture
@@ -38,7 +45,11 @@ class TestDefaultModel:
     def test_it_is_found_and_checked_with_progress(self, tmp_path: Path) -> None:
         told: list[float] = []
         files = resolve("", tmp_path, lambda stage, fraction: told.append(fraction))
-        assert (files.kind, files.name, files.path.name) == ("gguf", DEFAULT_MODEL_NAME, DEFAULT_MODEL_FILE)
+        assert (files.kind, default_name(""), files.path.name) == (
+            "gguf",
+            DEFAULT_MODEL_NAME,
+            DEFAULT_MODEL_FILE,
+        )
         assert told == sorted(told)
         assert told[-1] == 1.0
 
@@ -77,7 +88,11 @@ class TestDefaultModel:
 class TestPaths:
     def test_a_directory(self, model_directory: Path, tmp_path: Path) -> None:
         files = resolve(str(model_directory), tmp_path / "cache")
-        assert (files.kind, files.path, files.name) == ("hf", model_directory, "my-model")
+        assert (files.kind, files.path, default_name(str(model_directory))) == (
+            "hf",
+            model_directory,
+            "my-model",
+        )
         assert files.cache_dir == tmp_path / "cache"
 
     @pytest.mark.parametrize("missing", ["config.json", "safetensors", "tokenizer.json"])
@@ -103,7 +118,7 @@ class TestPaths:
         path = tmp_path / "Some-Model.Q4_0.gguf"
         path.touch()
         files = resolve(str(path), tmp_path)
-        assert (files.kind, files.path, files.name) == ("gguf", path, "Some-Model.Q4_0")
+        assert (files.kind, files.path, default_name(str(path))) == ("gguf", path, "Some-Model.Q4_0")
 
     @pytest.mark.parametrize(
         "model", ["missing.gguf", "/no/such/directory", "./nowhere", "a/b/c", "~nobody/x y"]
@@ -134,7 +149,8 @@ class TestHub:
         monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
         files = resolve("Some-Org/Some.Model-1B", tmp_path)
         assert asked == ["Some-Org/Some.Model-1B"]
-        assert (files.kind, files.path, files.name) == ("hf", model_directory, "Some-Org/Some.Model-1B")
+        assert (files.kind, files.path) == ("hf", model_directory)
+        assert default_name("Some-Org/Some.Model-1B") == "Some-Org/Some.Model-1B"
 
     def test_offline_it_says_what_to_do(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

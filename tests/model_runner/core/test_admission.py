@@ -231,4 +231,4 @@ def test_pace_learns_from_plain_steps_and_prices_prefill_by_what_it_adds() -> No
 
 
 def step(seconds: float, *, prefill: int = 0, decode: int = 0) -> StepStats:
-    return StepStats(seconds, prefill, decode, 1, 0, 1)
+    return StepStats(seconds, prefill, decode, 1, 0, 1, 1)

@@ -22,7 +22,7 @@ Fields = Callable[..., dict[str, Any]]
 
 
 def load(path: Path) -> Tokenizer:
-    return load_tokenizer(ModelFiles("gguf", path, path.stem, path.parent / "cache"))
+    return load_tokenizer(ModelFiles("gguf", path, path.parent / "cache"))
 
 
 def spell(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False) -> list[str]:

@@ -34,7 +34,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def load(directory: Path) -> Tokenizer:
-    return load_tokenizer(ModelFiles("hf", directory, "tiny", directory / "cache"))
+    return load_tokenizer(ModelFiles("hf", directory, directory / "cache"))
 
 
 def test_special_tokens_and_text(directory: Path) -> None:

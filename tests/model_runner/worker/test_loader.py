@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def files(folder: Path) -> ModelFiles:
-    return ModelFiles("hf", folder, folder.name, folder)
+    return ModelFiles("hf", folder, folder)
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
