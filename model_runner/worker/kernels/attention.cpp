@@ -98,6 +98,12 @@ void multiply_all(const float* a, int a_stride, const float* b, int b_stride, fl
     }
 }
 
+template <int N, typename T>
+inline void convert(const T* __restrict source, float* __restrict target) {
+#pragma omp simd
+    for (int i = 0; i < N; ++i) target[i] = to_float(source[i]);
+}
+
 template <typename T>
 class TaskRunner {
   public:
@@ -169,16 +175,14 @@ class TaskRunner {
     void load_keys(const Task& task, int base, int count) {
         const int block_size = static_cast<int>(a_.block_size);
         for_each_run(a_.key_cache, task, base, count, [&](const T* block, int offset, int t, int run) {
-            if (run == kLanes) {  // the common case, with a length that the compiler knows
-                for (int d = 0; d < dim_; ++d) {
-                    const T* source = block + d * block_size + offset;
-                    float* target = &keys_[d * kChunk + t];
-                    for (int i = 0; i < kLanes; ++i) target[i] = to_float(source[i]);
-                }
-                return;
-            }
             for (int d = 0; d < dim_; ++d) {
-                for (int i = 0; i < run; ++i) keys_[d * kChunk + t + i] = to_float(block[d * block_size + offset + i]);
+                const T* source = block + d * block_size + offset;
+                float* target = &keys_[d * kChunk + t];
+                if (run == kLanes) {  // the common case, with a length that the compiler knows
+                    convert<kLanes>(source, target);
+                } else {
+                    for (int i = 0; i < run; ++i) target[i] = to_float(source[i]);
+                }
             }
         });
     }
@@ -187,7 +191,10 @@ class TaskRunner {
         for_each_run(a_.value_cache, task, base, count, [&](const T* block, int offset, int t, int run) {
             for (int i = 0; i < run; ++i) {
                 const T* source = block + (offset + i) * dim_;
-                for (int d = 0; d < dim_; ++d) values_[(t + i) * padded_ + d] = to_float(source[d]);
+                float* target = &values_[(t + i) * padded_];
+                int d = 0;
+                for (; d + kLanes <= dim_; d += kLanes) convert<kLanes>(source + d, target + d);
+                for (; d < dim_; ++d) target[d] = to_float(source[d]);
             }
         });
     }
