@@ -30,7 +30,7 @@ RETRY_SECONDS = (1.0, 2.0)  # preparation is short: room comes soon. A range, so
 T = TypeVar("T")
 
 
-class ClientDisconnected(Exception):  # noqa: N818 - it is nobody's error
+class ClientDisconnected(Exception):
     """Nobody is there to read an answer."""
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from app.options import (
@@ -298,6 +297,8 @@ class Settings:
         return EngineConfig(
             model=self.model,
             cache_dir=self.cache_dir,
+            log_level=self.log_level,
+            log_format=self.log_format,
             dtype=self.dtype,
             device=self.device,
             block_size=self.block_size,

@@ -17,11 +17,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "auto"  # auto | cpu | cuda | cuda:N
     block_size: int = 16  # tokens
     kv_cache_memory_bytes: int | None = None
-    cpu_memory_utilization: float = 0.4  # share of the available memory for the KV cache when not given in bytes
+    # The cache's share of the memory that is available, when it is not given in bytes.
+    cpu_memory_utilization: float = 0.4
     gpu_memory_utilization: float = 0.9
     max_model_len: int | None = None  # None: the model's own context
     max_model_len_auto: bool = False  # choose the largest that fits instead of failing
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 512
     num_threads: int | None = None
+    log_level: str = "info"
+    log_format: str = "text"  # text | json
     compile: str = "auto"  # auto | off : native kernels and torch.compile where a C++ compiler is found

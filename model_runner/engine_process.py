@@ -14,7 +14,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, TypeAlias
@@ -22,6 +21,7 @@ from typing import NoReturn, TypeAlias
 import msgspec
 import zmq
 
+from model_runner import log_format
 from model_runner.config import EngineConfig
 from model_runner.engine import EngineCore
 from model_runner.errors import StartupError
@@ -40,6 +40,8 @@ from model_runner.messages import (
     decode_to_engine,
     encode,
 )
+
+logger = logging.getLogger(__name__)
 
 EXIT_START_FAILED = 1
 EXIT_STEP_FAILED = 70  # EX_SOFTWARE
@@ -68,8 +70,8 @@ def main(build: BuildEngine, argv: Sequence[str] | None = None) -> NoReturn:
     arguments = _parse(argv)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the parent decides
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s engine: %(message)s")
     config = msgspec.json.decode(_read_line(sys.stdin.fileno()), type=EngineConfig)
+    log_format.configure(config.log_level, config.log_format)
     _die_with_parent()
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
@@ -122,8 +124,8 @@ def _run(build: BuildEngine, config: EngineConfig, mailbox: _Mailbox) -> int:
     )
     try:
         serve(built.core, mailbox)
-    except Exception:  # noqa: BLE001 - whatever it was, the device's memory can't be trusted any more
-        traceback.print_exc()
+    except Exception:  # whatever it was, the device's memory can't be trusted any more
+        logger.exception("a step has failed, so this engine ends")
         return EXIT_STEP_FAILED
     return 0
 

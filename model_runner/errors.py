@@ -1,25 +1,25 @@
 """Everything that can go wrong, drawn as a tree. Who must act is the branch:
 
-    PlimsollError
-    ├── ClientError             the client must change the request; retrying it as it is never helps
-    │   ├── InvalidRequest          a field is malformed or out of range (`param` names it)
-    │   ├── ContextLengthExceeded   prompt + max_tokens pass the model's context
-    │   ├── KVCacheBudgetExceeded   the request can never fit the KV budget
-    │   ├── RequestTooLarge         the body is over the limit
-    │   ├── InvalidAPIKey
-    │   └── ModelNotFound
-    ├── LoadError               nothing is wrong with the request; come back in `retry_after_seconds`
-    │   ├── QueueFull
-    │   ├── WaitTooLong             the predicted wait is past the deadline
-    │   ├── QueueTimeout            the deadline passed while it waited
-    │   ├── Draining
-    │   ├── Starting
-    │   └── EngineRestarting
-    ├── ServerFault             a fault of ours while the request ran
-    │   └── EngineDied
-    └── StartupError            the server cannot start as it was asked to
-        ├── ModelNotServable        a layer, tokenizer or file format that Plimsoll can't serve, by name
-        └── DoesNotFit              weights or one request don't fit the memory, with the figures
+PlimsollError
+├── ClientError             the client must change the request; retrying it as it is never helps
+│   ├── InvalidRequest          a field is malformed or out of range (`param` names it)
+│   ├── ContextLengthExceeded   prompt + max_tokens pass the model's context
+│   ├── KVCacheBudgetExceeded   the request can never fit the KV budget
+│   ├── RequestTooLarge         the body is over the limit
+│   ├── InvalidAPIKey
+│   └── ModelNotFound
+├── LoadError               nothing is wrong with the request; come back in `retry_after_seconds`
+│   ├── QueueFull
+│   ├── WaitTooLong             the predicted wait is past the deadline
+│   ├── QueueTimeout            the deadline passed while it waited
+│   ├── Draining
+│   ├── Starting
+│   └── EngineRestarting
+├── ServerFault             a fault of ours while the request ran
+│   └── EngineDied
+└── StartupError            the server cannot start as it was asked to
+    ├── ModelNotServable        a layer, tokenizer or file format that Plimsoll can't serve, by name
+    └── DoesNotFit              weights or one request don't fit the memory, with the figures
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ClientError(PlimsollError):
 
 
 class InvalidRequest(ClientError):
-    """A field is malformed, out of range or not supported. `code` is OpenAI's for the field, where it has one."""
+    """A field is malformed, out of range or not supported. `code` is OpenAI's for the field, if any."""
 
     reason = Reason.INVALID_REQUEST
 
@@ -104,7 +104,7 @@ class ModelNotFound(ClientError):
 
 
 class LoadError(PlimsollError):
-    """The server can't take it now. `retry_after_seconds` is computed, never a constant guess where a forecast exists."""
+    """The server can't take it now. `retry_after_seconds` is computed wherever a forecast exists."""
 
     def __init__(self, message: str, *, retry_after_seconds: float) -> None:
         super().__init__(message)

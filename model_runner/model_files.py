@@ -44,7 +44,7 @@ class ModelFiles:
 
 
 def default_name(model: str) -> str:
-    """What `model` is served as when nothing else is asked for: the folder's or the file's name, or the hub id."""
+    """What `model` is served as unless a name is asked for: the folder's or file's name, or the hub id."""
     if not model:
         return DEFAULT_MODEL_NAME
     looks_local = model.endswith(".gguf") or os.path.exists(model)

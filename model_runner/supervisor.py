@@ -37,7 +37,7 @@ _GRACE_SECONDS = 5.0  # for an engine that was asked to leave
 _HEALTHY_SECONDS = 60.0  # an engine that lived so long since it was ready clears the record
 
 
-class EngineMisbehaved(Exception):  # noqa: N818 - what happened, as in model_runner.errors
+class EngineMisbehaved(Exception):
     """The engine said what it must not: it is ended and another is started."""
 
 

@@ -36,7 +36,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     min_tokens: int = 0
     logprobs: int | None = None  # None: off; 0: of the drawn token alone; k: and of the k likeliest
-    prompt_logprobs: int | None = None  # the same for each prompt token after the first (echo with logprobs)
+    prompt_logprobs: int | None = None  # the same for each prompt token after the first
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -44,7 +44,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Natural-log probabilities at one position, from the model's raw logits (before any sampling parameter)."""
+    """Natural-log probabilities at one position, from raw logits (before any sampling parameter)."""
 
     token_id: int
     logprob: float
@@ -77,7 +77,7 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
-    """One per HTTP completion request, whatever became of it: the log line and the metrics are made from this."""
+    """One per HTTP completion request, whatever became of it: what log line and metrics are made from."""
 
     request_id: str
     reason: str  # a FinishReason's value
@@ -93,7 +93,7 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineObserver(Protocol):
-    """What the async engine tells of itself as it happens. Implemented by app.metrics; calls must be cheap."""
+    """What the async engine tells of itself as it happens (to app.metrics). Calls must be cheap."""
 
     def decided(self, decision: str, reason: str, projected_bytes: int) -> None:
         """At the door. decision: admitted | queued | rejected; reason: "" or a Reason's value."""

@@ -17,8 +17,8 @@ class ScheduledSequence:
     token_ids: Sequence[int]  # the new tokens, at positions start … start + len - 1
     start: int  # tokens already in the cache
     # One table per layer group, parallel to KVCacheSpec.groups. Entry i is the block that holds tokens
-    # [i * block_size, (i + 1) * block_size); FREED (-1) where a sliding window has left it behind. The lists are
-    # the scheduler's own, shared to avoid copies: read them during execute(), never keep or change them.
+    # [i * block_size, (i + 1) * block_size); FREED (-1) where a sliding window has left it behind. The lists
+    # are the scheduler's own, shared to avoid copies: read them during execute(), never keep or change them.
     block_tables: Sequence[Sequence[int]]
     # Log-probabilities wanted for the prompt tokens of this chunk: the k likeliest, or None.
     prompt_logprobs: int | None = None
@@ -28,7 +28,7 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """One token to draw from the last row of a scheduled sequence. n choices draw n times from one prompt's row."""
+    """One token to draw from a scheduled sequence's last row. n choices draw n times from one prompt's."""
 
     row: int  # index into SchedulerOutput.sequences
     sequence_id: int  # the sequence that the token will belong to
@@ -44,7 +44,7 @@ class SampleRow:
 class SchedulerOutput:
     sequences: list[ScheduledSequence]
     samples: list[SampleRow]
-    # (source block, destination block), to be copied whole, over all layers of the group, before the forward pass.
+    # (source block, destination block): to be copied whole, before the forward pass.
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     prefill_tokens: int = 0
     decode_tokens: int = 0
