@@ -154,30 +154,15 @@ class Dispatcher:
 
     def abort(self, request: LiveRequest, cause: str, now: float, error: PlimsollError | None = None) -> None:
         """End it for the client now; its bytes come back on the engine's word. Idempotent."""
-        if request.ended:
-            return
-        let_in: list[Ask] = []
-        if request.running:
-            for part in request.ask.parts:
-                self._send(Abort(part.part_id))
-        else:
-            let_in = self.admission.cancel(request.ask.ask_id)
-        self._end(request, FinishReason.ABORT, now, error=error, abort_cause=cause)
-        self._launch(let_in, now)
+        if not request.ended:
+            self._leave(request, FinishReason.ABORT, now, error=error, abort_cause=cause)
 
     def delivering(self, request: LiveRequest, now: float) -> None:
         """The client is about to see output. If that output is of an engine that has died since, the request
         can neither go on nor be run again."""
         request.delivered = True
         if request.restart_unseen and not request.ended:
-            let_in: list[Ask] = []
-            if request.running:
-                for part in request.ask.parts:
-                    self._send(Abort(part.part_id))
-            else:
-                let_in = self.admission.cancel(request.ask.ask_id)
-            self._end(request, FinishReason.ERROR, now, error=_engine_died(request))
-            self._launch(let_in, now)
+            self._leave(request, FinishReason.ERROR, now, error=_engine_died(request))
 
     def restart_seen(self, request: LiveRequest) -> None:
         """The listener has dropped what it had: from here on it speaks of the new run."""
@@ -210,6 +195,7 @@ class Dispatcher:
 
     def engine_ready(self, epoch: int, now: float) -> None:
         self.epoch = epoch
+        self.expire(now)
         self._launch(self.admission.open(), now)
 
     def engine_died(self, now: float) -> None:
@@ -316,6 +302,28 @@ class Dispatcher:
         request.listener.output(prompt_index, output)
         self._end_if_finished(request, now)
         return prompt_tokens, generated_tokens
+
+    def _leave(
+        self,
+        request: LiveRequest,
+        reason: FinishReason,
+        now: float,
+        *,
+        error: PlimsollError | None,
+        abort_cause: str | None = None,
+    ) -> None:
+        """End it before it has finished, wherever it stands."""
+        self.expire(now)  # nobody who is late may be let in by its going
+        if request.ended:
+            return
+        let_in: list[Ask] = []
+        if request.running:
+            for part in request.ask.parts:
+                self._send(Abort(part.part_id))
+        else:
+            let_in = self.admission.cancel(request.ask.ask_id)
+        self._end(request, reason, now, error=error, abort_cause=abort_cause)
+        self._launch(let_in, now)
 
     def _end_if_finished(self, request: LiveRequest, now: float) -> None:
         if request.unfinished:

@@ -93,7 +93,7 @@ class Harness:
 StartEngine = Callable[..., AbstractAsyncContextManager[Harness]]
 
 
-@pytest.fixture()
+@pytest.fixture
 def start_engine() -> StartEngine:
     @asynccontextmanager
     async def start(

@@ -150,7 +150,9 @@ def test_a_wait_predicted_past_the_limit_is_refused_at_once(start_engine) -> Non
     async def scenario() -> None:
         policy = DoorPolicy(max_queue_seconds=1.0)
         async with start_engine({"step_seconds": 0.05}, policy, blocks=8) as harness:
-            running = harness.submit([1], max_tokens=128)  # all blocks, 128 steps of 10 ms as measured at start
+            running = harness.submit(
+                [1], max_tokens=128
+            )  # all blocks, 128 steps of 10 ms as measured at start
             with pytest.raises(WaitTooLong) as refused:
                 harness.submit([1], max_tokens=1)
             assert 1.2 <= refused.value.retry_after_seconds <= 1.5
@@ -174,7 +176,9 @@ def test_a_deadline_in_the_queue(start_engine) -> None:
             assert (ending.reason, ending.code, ending.reserved_bytes) == ("timeout", "queue_timeout", 0)
             running.abort("client_disconnected")
             await nothing_reserved(harness)
-            assert sum(stats.prefill_tokens for stats in harness.observer.steps) == 1, "it was never prefilled"
+            assert sum(stats.prefill_tokens for stats in harness.observer.steps) == 1, (
+                "it was never prefilled"
+            )
 
     asyncio.run(scenario())
 

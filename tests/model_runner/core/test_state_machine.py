@@ -10,24 +10,19 @@ ended once, nothing is reserved or held.
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
+from collections import deque
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from model_runner.core.admission import AdmissionController
-from model_runner.core.dispatcher import Dispatcher, LiveRequest, Submission
-from model_runner.core.kv_spec import KVCacheSpec
-from model_runner.core.output import RunnerOutput, SchedulerOutput
+from model_runner.core.dispatcher import Dispatcher, Submission
 from model_runner.core.pace import Pace
 from model_runner.engine import EngineCore
 from model_runner.errors import (
-    EngineDied,
     KVCacheBudgetExceeded,
     LoadError,
-    PlimsollError,
-    QueueTimeout,
 )
 from model_runner.messages import (
     Abort,
@@ -38,109 +33,11 @@ from model_runner.messages import (
     decode_to_engine,
     encode,
 )
-from model_runner.types import ChoiceOutput, Ending, FinishReason, SamplingParams, StepStats
+from model_runner.types import FinishReason, SamplingParams
+from tests.model_runner.core.witnesses import EOS, Client, CountingRunner, Observer, make_spec
 
-EOS, FIRST_TOKEN = 0, 10
-MAX_NUM_BATCHED_TOKENS, MAX_MODEL_LEN, MAX_QUEUE_REQUESTS, MAX_QUEUE_SECONDS = 9, 64, 4, 12.0
+MAX_NUM_BATCHED_TOKENS, MAX_MODEL_LEN, MAX_QUEUE_REQUESTS, MAX_QUEUE_SECONDS = 9, 64, 4, 20.0
 WINDOWS = st.sampled_from([None, 1, 5, 9])
-
-
-def make_spec(window: int | None) -> KVCacheSpec:
-    """Two full layers; or two full and two sliding ones, in two groups that draw on one pool."""
-    kinds = ["full_attention"] * 2 + ["sliding_attention"] * (0 if window is None else 2)
-    config = {
-        "num_hidden_layers": len(kinds),
-        "num_attention_heads": 1,
-        "num_key_value_heads": 1,
-        "hidden_size": 8,
-        "head_dim": 8,
-        "layer_types": kinds,
-        "sliding_window": window,
-    }
-    return KVCacheSpec.from_config(config, block_size=4, element_bytes=2)
-
-
-class CountingRunner:
-    """The token at position p is FIRST_TOKEN + p, or the end of the text when the dice say so."""
-
-    def __init__(self, dice: random.Random) -> None:
-        self.dice = dice
-
-    def execute(self, scheduled: SchedulerOutput) -> RunnerOutput:
-        tokens = [
-            EOS if self.dice.random() < 0.1 else FIRST_TOKEN + sample.position for sample in scheduled.samples
-        ]
-        return RunnerOutput(tokens, [None] * len(tokens))
-
-
-class Client:
-    """A listener that holds the dispatcher to its promises."""
-
-    def __init__(self, submission: Submission) -> None:
-        self.submission = submission
-        self.request: LiveRequest
-        self.collected: Counter[tuple[int, int]] = Counter()
-        self.finished: dict[tuple[int, int], FinishReason] = {}
-        self.stopped: set[tuple[int, int]] = set()
-        self.aborted = False
-        self.endings = 0
-        self.error: PlimsollError | None = None
-
-    def output(self, prompt_index: int, output: ChoiceOutput) -> None:
-        assert self.endings == 0, "output after the end"
-        key = (prompt_index, output.choice)
-        assert key not in {*self.finished, *self.stopped}, "output of a choice that has ended"
-        for token in output.token_ids:
-            assert token in (EOS, FIRST_TOKEN + self.collected[key]), "a token was lost or came twice"
-            self.collected[key] += 1
-        if output.finish_reason is not None:
-            self.finished[key] = output.finish_reason
-
-    def restarted(self) -> None:
-        assert not self.request.delivered, "what a client has seen was run again"
-        self.collected.clear()
-        self.finished.clear()
-        self.stopped.clear()
-
-    def ended(self, error: PlimsollError | None) -> None:
-        self.endings += 1
-        assert self.endings == 1, "a second ending"
-        self.error = error
-        if isinstance(error, EngineDied):
-            assert self.request.delivered or self.request.deaths == 2
-        if isinstance(error, QueueTimeout) and not self.request.deaths:
-            assert self.request.admitted_at is None, "it was let in and timed out in the queue all the same"
-
-
-class Observer:
-    def __init__(self) -> None:
-        self.endings: list[Ending] = []
-        self.accepted = 0
-
-    def decided(self, decision: str, reason: str, projected_bytes: int) -> None:
-        assert projected_bytes > 0
-        self.accepted += decision != "rejected"
-
-    def dequeued(self, queue_time_seconds: float) -> None:
-        assert queue_time_seconds >= 0
-
-    def first_token(self, seconds: float) -> None:
-        assert seconds >= 0
-
-    def inter_token(self, seconds: float) -> None:
-        assert seconds >= 0
-
-    def tokens(self, *, prompt: int, generated: int) -> None:
-        assert prompt + generated > 0
-
-    def stepped(self, stats: StepStats) -> None:
-        pass
-
-    def ended(self, ending: Ending) -> None:
-        self.endings.append(ending)
-
-    def engine_restarted(self) -> None:
-        pass
 
 
 class TwoProcesses(RuleBasedStateMachine):
@@ -169,7 +66,6 @@ class TwoProcesses(RuleBasedStateMachine):
         self.engine: EngineCore | None = None
         self.to_engine: deque[bytes] = deque()
         self.to_api: deque[bytes] = deque()
-        self.launched: list[int] = []
         self.start_engine()
 
     def send(self, message: ToEngine) -> None:
@@ -177,9 +73,10 @@ class TwoProcesses(RuleBasedStateMachine):
         if isinstance(message, Submit):
             request, _ = self.dispatcher._parts[message.request_id]
             serial = int(request.ask.ask_id)
+            assert serial >= self.last_launched, "one has overtaken another"
+            self.last_launched = serial
             if not request.deaths:
-                assert not self.launched or serial >= self.launched[-1], "one has overtaken another"
-                self.launched.append(serial)
+                assert self.now < request.arrived_at + MAX_QUEUE_SECONDS, "let in after its deadline"
         self.to_engine.append(encode(message))
 
     # ---- clients
@@ -189,11 +86,19 @@ class TwoProcesses(RuleBasedStateMachine):
         return [client for client in self.clients if not client.endings]
 
     @rule(
-        prompts=st.lists(st.integers(1, 16), min_size=1, max_size=2),
-        max_tokens=st.integers(1, 16),
+        prompts=st.lists(st.integers(1, 12), min_size=1, max_size=2),
+        max_tokens=st.integers(1, 12),
         n=st.integers(1, 3),
         streaming=st.booleans(),
     )
+    def one_arrives(self, prompts: list[int], max_tokens: int, n: int, streaming: bool) -> None:
+        self.arrive(prompts, max_tokens, n, streaming)
+
+    @rule(crowd=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=2, max_size=6))
+    def a_crowd_arrives(self, crowd: list[tuple[int, int]]) -> None:
+        for prompt, max_tokens in crowd:
+            self.arrive([prompt], max_tokens, 1, streaming=False)
+
     def arrive(self, prompts: list[int], max_tokens: int, n: int, streaming: bool) -> None:
         if n > self.max_num_seqs or self.death_noticed:
             return  # refused before it comes to the dispatcher
@@ -227,14 +132,16 @@ class TwoProcesses(RuleBasedStateMachine):
         assert price(largest + 1) > self.num_blocks
         assert error.required_bytes > error.budget_bytes == self.num_blocks * self.spec.block_bytes
 
-    @rule(which=st.integers(0, 9))
-    def abort(self, which: int) -> None:
-        """One of the first; clients that have had their ending try it too."""
-        if which >= len(self.clients):
+    @rule(which=st.integers(0, 9), again=st.booleans())
+    def abort(self, which: int, again: bool) -> None:
+        """Clients that have had their ending try it too."""
+        among = self.clients if again else self.living
+        if not among:
             return
-        client = self.clients[which]
-        client.aborted |= not client.endings
+        client = among[which % len(among)]
+        alive = not client.endings
         self.dispatcher.abort(client.request, "client_disconnected", self.now)
+        client.aborted |= alive
         assert client.endings == 1
 
     @precondition(lambda self: self.dispatcher.num_live)
@@ -242,7 +149,13 @@ class TwoProcesses(RuleBasedStateMachine):
     def stop_string_matches(self, data: st.DataObject) -> None:
         client = data.draw(st.sampled_from(self.living))
         seen = sorted(key for key, tokens in client.collected.items() if tokens)
-        if not seen or client.request.restart_unseen:
+        if client.request.restart_unseen:
+            self.dispatcher.stop(client.request, 0, 0, 1, self.now)  # it speaks of the run that is void
+            assert (
+                client.request.choices[0].finish_reason is not FinishReason.STOP or (0, 0) in client.finished
+            )
+            return
+        if not seen:
             return
         prompt_index, choice = data.draw(st.sampled_from(seen))
         client.stopped.add((prompt_index, choice))
@@ -252,8 +165,10 @@ class TwoProcesses(RuleBasedStateMachine):
     @rule(data=st.data())
     def deliver(self, data: st.DataObject) -> None:
         client = data.draw(st.sampled_from(self.living))
-        if client.collected or client.request.restart_unseen:
+        unseen = client.request.restart_unseen
+        if client.collected or unseen:
             self.dispatcher.delivering(client.request, self.now)
+            assert client.endings == unseen
 
     @precondition(lambda self: self.dispatcher.num_live)
     @rule(data=st.data())
@@ -261,10 +176,11 @@ class TwoProcesses(RuleBasedStateMachine):
         client = data.draw(st.sampled_from(self.living))
         self.dispatcher.restart_seen(client.request)
 
-    @rule(seconds=st.floats(0.01, 2.0))
-    def time_passes(self, seconds: float) -> None:
+    @rule(seconds=st.sampled_from([0.1, 1.0, 7.0, 21.0]), tick=st.booleans())
+    def time_passes(self, seconds: float, tick: bool) -> None:
         self.now += seconds
-        self.dispatcher.expire(self.now)
+        if tick:
+            self.dispatcher.expire(self.now)
 
     # ---- messages and steps
 
@@ -322,6 +238,10 @@ class TwoProcesses(RuleBasedStateMachine):
         current = step.epoch == self.dispatcher.epoch
         self.now += 0.001
         self.dispatcher.step_done(step, self.now)
+        for client in self.living:
+            if client.submission.streaming and client.collected:
+                self.dispatcher.restart_seen(client.request)
+                self.dispatcher.delivering(client.request, self.now)
         if not current:
             assert self.admission.reserved_blocks == reserved, "a dead engine's word has moved the ledger"
 
@@ -359,6 +279,7 @@ class TwoProcesses(RuleBasedStateMachine):
         )
         self.epoch += 1
         self.death_noticed = False
+        self.last_launched = 0  # by this engine's time
         self.dispatcher.engine_ready(self.epoch, self.now)
 
     # ---- what always holds
@@ -408,8 +329,12 @@ class TwoProcesses(RuleBasedStateMachine):
         assert sorted(request.ask.ask_id for request in waiting) == sorted(queued)
         assert self.admission.queued_blocks == sum(request.ask.blocks for request in waiting)
         assert all(request.ask.blocks <= self.num_blocks for request in waiting)
-        if queued and not self.admission.reserved_blocks:
-            assert self.death_noticed, "all is free, and somebody waits"
+        if queued and not self.death_noticed:
+            head = next(request for request in waiting if request.ask.ask_id == queued[0])
+            blocks_free = head.ask.blocks <= self.admission.free_blocks
+            places = min(head.ask.sequences, self.max_num_seqs)
+            places_free = self.admission.reserved_sequences + places <= self.max_num_seqs
+            assert not (blocks_free and places_free), "there is room, and the head of the queue waits"
 
     def teardown(self) -> None:
         """Let everything come to rest, and look at what is left."""

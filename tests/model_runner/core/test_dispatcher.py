@@ -1,0 +1,149 @@
+"""What the dispatcher says and counts. (That its books are right is held by the state machine.)"""
+
+from __future__ import annotations
+
+import pytest
+
+from model_runner.core.admission import AdmissionController
+from model_runner.core.dispatcher import Dispatcher, LiveRequest, Submission
+from model_runner.core.kv_spec import KVCacheSpec
+from model_runner.core.pace import Pace
+from model_runner.errors import (
+    KVCacheBudgetExceeded,
+    PlimsollError,
+    QueueFull,
+    QueueTimeout,
+    WaitTooLong,
+)
+from model_runner.messages import Abort, StepDone, Submit, ToEngine
+from model_runner.types import ChoiceOutput, Ending, FinishReason, SamplingParams, StepStats
+
+CONFIG = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 128, "head_dim": 64}
+SPEC = KVCacheSpec.from_config(CONFIG, block_size=16, element_bytes=4)  # blocks of 32 KiB
+
+
+class Recorder:
+    """Observer and listener in one."""
+
+    def __init__(self) -> None:
+        self.endings: list[Ending] = []
+        self.errors: list[PlimsollError | None] = []
+        self.seconds: list[float] = []
+        self.counted = (0, 0)
+
+    def decided(self, decision: str, reason: str, projected_bytes: int) -> None: ...
+
+    def dequeued(self, queue_time_seconds: float) -> None: ...
+
+    def first_token(self, seconds: float) -> None:
+        self.seconds.append(seconds)
+
+    def inter_token(self, seconds: float) -> None:
+        self.seconds.append(seconds)
+
+    def tokens(self, *, prompt: int, generated: int) -> None:
+        self.counted = (self.counted[0] + prompt, self.counted[1] + generated)
+
+    def stepped(self, stats: StepStats) -> None: ...
+
+    def engine_restarted(self) -> None: ...
+
+    def output(self, prompt_index: int, output: ChoiceOutput) -> None: ...
+
+    def restarted(self) -> None: ...
+
+    def ended(self, what: Ending | PlimsollError | None) -> None:
+        if isinstance(what, Ending):
+            self.endings.append(what)
+        else:
+            self.errors.append(what)
+
+
+class House:
+    def __init__(
+        self, num_blocks: int = 8, max_queue_requests: int = 2, max_queue_seconds: float = 5.0
+    ) -> None:
+        self.told, self.sent = Recorder(), list[ToEngine]()
+        admission = AdmissionController(
+            num_blocks=num_blocks,
+            max_num_seqs=8,
+            max_queue_requests=max_queue_requests,
+            max_queue_seconds=max_queue_seconds,
+            pace=Pace(0.01, 1000.0),
+        )
+        self.dispatcher = Dispatcher(SPEC, admission, self.told, self.sent.append)
+        self.dispatcher.engine_ready(1, 0.0)
+
+    def submit(self, blocks: int, now: float = 0.0) -> LiveRequest:
+        params = SamplingParams(max_tokens=16 * blocks)
+        return self.dispatcher.submit(Submission("r", [[7]], params, False), self.told, now)
+
+    def started(self) -> list[str]:
+        return [message.request_id for message in self.sent if isinstance(message, Submit)]
+
+
+def test_refusals_name_their_numbers() -> None:
+    house = House()
+    with pytest.raises(
+        KVCacheBudgetExceeded, match=r"needs 288\.0 KiB .*\(294912 bytes\).*256\.0 KiB"
+    ) as never:
+        house.submit(9)
+    assert "largest max_tokens that would fit is 128" in never.value.message
+    house.submit(6)
+    house.submit(8)
+    house.submit(8)
+    with pytest.raises(
+        QueueFull, match=r"needs 96\.0 KiB of KV cache; 64\.0 KiB of 256\.0 KiB is free"
+    ) as full:
+        house.submit(3)
+    # 96 tokens, then 128 twice, at 10 ms each; and a millisecond for each prompt.
+    assert full.value.retry_after_seconds == pytest.approx(3.523)
+    patient, hasty = House(max_queue_seconds=1.0), House(max_queue_seconds=0.5)
+    for house in (patient, hasty):
+        house.submit(6)
+    patient.submit(8)
+    with pytest.raises(WaitTooLong, match=r"predicted wait of 1\.0 seconds is over the limit of 0\.5"):
+        hasty.submit(8)
+
+
+def test_nobody_who_is_late_is_let_in_by_anothers_going() -> None:
+    house = House()
+    running, head, late = house.submit(6), house.submit(8), house.submit(2, now=1.0)
+    house.dispatcher.abort(head, "client_disconnected", now=7.0)  # the clock's tick is late itself
+    assert house.started() == [running.ask.parts[0].part_id]
+    assert late.ended
+    assert [type(error) for error in house.told.errors] == [QueueTimeout, QueueTimeout]
+    assert [ending.reason for ending in house.told.endings] == ["timeout", "timeout"]
+
+
+def test_an_abort_sends_the_wish_and_waits_for_the_word() -> None:
+    house = House()
+    request, waiting = house.submit(6), house.submit(8)
+    part_id = request.ask.parts[0].part_id
+    house.dispatcher.abort(request, "client_disconnected", 1.0)
+    assert house.sent[-1] == Abort(part_id)
+    assert house.dispatcher.admission.reserved_blocks == 6
+    house.dispatcher.used_blocks = 1
+    house.dispatcher.step_done(StepDone(1, [], [part_id], None), 1.1)
+    assert waiting.running
+    assert house.dispatcher.used_blocks == 0, "an engine that has run no step holds nothing"
+
+
+def test_times_and_tokens_are_counted() -> None:
+    house = House()
+    request = house.submit(1)
+    part_id = request.ask.parts[0].part_id
+
+    def step(tokens: list[int], now: float, finish: FinishReason | None = None) -> None:
+        released = [part_id] if finish else []
+        outputs = [ChoiceOutput(part_id, 0, tokens, None, finish)]
+        house.dispatcher.step_done(StepDone(1, outputs, released, StepStats(0.01, 0, 1, 1, 0, 1, 1)), now)
+
+    step([1], 0.5)
+    step([2, 3], 0.7)
+    step([4], 1.0, FinishReason.STOP)
+    assert house.told.seconds == [0.5, pytest.approx(0.1), pytest.approx(0.3)]
+    assert house.told.counted == (1, 4)
+    (ending,) = house.told.endings
+    assert (ending.reason, ending.generated_tokens, ending.e2e_seconds) == ("stop", 4, 1.0)
+    assert house.told.errors == [None]
