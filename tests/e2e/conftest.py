@@ -12,6 +12,7 @@ from tests.e2e.server import Server, eventually, serving
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
     """The real default model in float32, 64 MiB of KV cache; at the end nothing is reserved, nothing held."""
-    with serving("--dtype", "float32", "--kv-cache-memory", "64MiB", "--max-model-len", "auto") as running:
+    budget = ("--kv-cache-memory", "64MiB", "--max-model-len", "auto")
+    with serving("--dtype", "float32", *budget, "--max-queue-seconds", "3600s") as running:
         yield running
         eventually(running.idle, "the ledger and the block pool are empty at the end")

@@ -15,14 +15,13 @@ import pytest
 
 from tests.e2e.server import Server, eventually, serving
 
+BUDGET = ("--kv-cache-memory", "64MiB", "--max-model-len", "auto")
 LONG = {"prompt": "Count for ever: one, two,", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
 
 
 @pytest.fixture
 def own() -> Iterator[Server]:
-    with serving(
-        "--kv-cache-memory", "64MiB", "--max-model-len", "auto", "--shutdown-timeout", "60s"
-    ) as running:
+    with serving(*BUDGET, "--max-queue-seconds", "3600s", "--shutdown-timeout", "100s") as running:
         yield running
 
 
@@ -137,9 +136,7 @@ def test_a_request_at_two_deaths_is_not_tried_a_third_time(own: Server) -> None:
 
 
 def test_a_stuck_step_counts_as_death() -> None:
-    with serving(
-        "--kv-cache-memory", "64MiB", "--max-model-len", "auto", "--engine-step-timeout", "5s"
-    ) as own:
+    with serving(*BUDGET, "--engine-step-timeout", "10s") as own:
         thread, events = in_background(own, {**LONG, "stream": True})
         eventually(lambda: len(events) > 2, "the stream has begun")
         stuck = own.engine()
@@ -154,7 +151,7 @@ def test_a_stuck_step_counts_as_death() -> None:
 
 
 def test_an_engine_whose_parent_dies_exits() -> None:
-    with serving("--kv-cache-memory", "64MiB", "--max-model-len", "auto") as own:
+    with serving(*BUDGET) as own:
         engine = own.engine()
         thread, events = in_background_ignoring_errors(own)
         eventually(lambda: len(events) > 2, "the engine is busy")
@@ -183,9 +180,9 @@ def in_background_ignoring_errors(server: Server) -> tuple[threading.Thread, lis
 
 
 def test_a_deadline_that_passes_in_the_queue_is_a_504() -> None:
-    small = ("--kv-cache-memory", "6MiB", "--max-model-len", "256", "--max-queue-seconds", "15s")
+    small = ("--kv-cache-memory", "2MiB", "--max-model-len", "64", "--max-queue-seconds", "15s")
     with serving(*small, "--engine-step-timeout", "90s") as own, ThreadPoolExecutor() as pool:
-        body = {**LONG, "max_tokens": 200}
+        body = {**LONG, "max_tokens": 50}
         first = pool.submit(own.post, "/v1/completions", body)
         eventually(lambda: own.metrics()["plimsoll_requests_running"] == 1, "the first runs")
         engine = own.engine()
