@@ -180,7 +180,7 @@ def in_background_ignoring_errors(server: Server) -> tuple[threading.Thread, lis
 
 
 def test_a_deadline_that_passes_in_the_queue_is_a_504() -> None:
-    small = ("--kv-cache-memory", "2MiB", "--max-model-len", "64", "--max-queue-seconds", "15s")
+    small = ("--kv-cache-memory", "2MiB", "--max-model-len", "64", "--max-queue-seconds", "25s")
     with serving(*small, "--engine-step-timeout", "90s") as own, ThreadPoolExecutor() as pool:
         body = {**LONG, "max_tokens": 50}
         first = pool.submit(own.post, "/v1/completions", body)
