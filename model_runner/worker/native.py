@@ -131,15 +131,6 @@ class _WriteArguments(Structure):
     ]
 
 
-class _LinearArguments(Structure):
-    """LinearArguments in kernels/linear.cpp, field by field."""
-
-    _fields_: ClassVar = [
-        *((name, c_void_p) for name in ("x", "panels", "bias", "y")),
-        *((name, c_int64) for name in ("x_stride", "rows", "inputs", "outputs", "gated")),
-    ]
-
-
 class Kernels:
     """The kernels as functions of tensors. All tensors are on the CPU; sums are float32."""
 
@@ -147,7 +138,7 @@ class Kernels:
         self.dtypes = frozenset(_SUFFIXES)
         self.has_linear = bool(library.plimsoll_linear_supported())
         self._write_kv = _by_dtype(library, "plimsoll_write_kv", c_void_p)
-        self._linear = _function(library, "plimsoll_linear", c_void_p)
+        self._linear = _function(library, "plimsoll_linear", *[c_void_p] * 4, *[c_int64] * 5)
         self._attention = _by_dtype(library, "plimsoll_paged_attention", c_void_p)
         self._rms_norm = _by_dtype(
             library, "plimsoll_rms_norm", c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float, c_int32
@@ -216,14 +207,10 @@ class Kernels:
             flat = flat.contiguous()
         width = outputs // 2 if gated else outputs
         y = x.new_empty(*x.shape[:-1], width)
-        arguments = _LinearArguments(
-            flat.data_ptr(),
-            panels.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            y.data_ptr(),
-            *(flat.stride(0), flat.shape[0], flat.shape[1], outputs, gated),
-        )
-        self._linear(ctypes.byref(arguments))
+        bias_pointer = None if bias is None else bias.data_ptr()
+        rows, inputs = flat.shape
+        pointers = flat.data_ptr(), panels.data_ptr(), bias_pointer, y.data_ptr()
+        self._linear(*pointers, flat.stride(0), rows, inputs, outputs, gated)
         return y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, round_first: bool) -> Tensor:

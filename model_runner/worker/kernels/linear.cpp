@@ -19,7 +19,7 @@ constexpr int kPanel = 32;
 constexpr int kRows = 12;        // 12 rows · 2 vectors of sums fill 24 of the 32 registers
 constexpr int kRowsInCache = 96;  // rows of x that stay in the second-level cache beside a panel
 
-// Mirrored by LinearArguments in native.py. `gated`: each panel holds 16 gate and 16 up outputs, and
+// `gated`: each panel holds 16 gate and 16 up outputs, and
 // y = silu(gate) · up has N / 2 columns.
 struct LinearArguments {
     const bfloat16* x;  // [rows, inputs], rows x_stride apart
@@ -122,5 +122,9 @@ int plimsoll_linear_supported() {
 #endif
 }
 
-void plimsoll_linear(const plimsoll::LinearArguments* a) { plimsoll::linear(*a); }
+void plimsoll_linear(const plimsoll::bfloat16* x, const plimsoll::bfloat16* panels, const float* bias,
+                     plimsoll::bfloat16* y, int64_t x_stride, int64_t rows, int64_t inputs, int64_t outputs,
+                     int64_t gated) {
+    plimsoll::linear({x, panels, bias, y, x_stride, rows, inputs, outputs, gated});
+}
 }
