@@ -13,7 +13,8 @@ from torch import nn
 
 from model_runner.worker import fused
 from model_runner.worker.attention import PagedAttention, torch_paged_attention
-from model_runner.worker.linear import pack_linears
+from model_runner.worker.huge_pages import move_together
+from model_runner.worker.linear import NativeLinear, pack_linears
 from model_runner.worker.native import Kernels, load_kernels
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ def accelerate(
         return Execution(f"eager, torch attention{_weights(packed, 'oneDNN')}", torch_paged_attention)
     fused_modules = _fuse(model, attention_modules, kernels)
     packed = pack_linears(model, kernels)
+    move_together([(module, "panels") for module in model.modules() if isinstance(module, NativeLinear)])
     description = f"eager, native attention, {fused_modules} fused modules"
     packer = "native" if kernels.has_linear else "oneDNN"
     return Execution(description + _weights(packed, packer), kernels.paged_attention)

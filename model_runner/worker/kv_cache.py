@@ -7,6 +7,7 @@ from torch import Tensor
 
 from model_runner.core.kv_spec import KVCacheSpec
 from model_runner.errors import DoesNotFit, StartupError
+from model_runner.worker.huge_pages import advise_huge_pages
 
 
 def allocate_kv_cache(
@@ -22,6 +23,7 @@ def allocate_kv_cache(
     priced = blocks_total * spec.block_bytes
     try:
         cache = torch.empty(shape, dtype=dtype, device=device)
+        advise_huge_pages(cache)
         cache.zero_()
     except RuntimeError as error:  # torch's out-of-memory errors, on any device
         raise DoesNotFit(

@@ -95,7 +95,7 @@ void linear(const LinearArguments& a) {
     for (int64_t first = 0; first < a.rows; first += kRowsInCache) {
         const int64_t last = std::min(a.rows, first + kRowsInCache);
         // Dynamic, because a neighbour on one of the cores must not hold up the other.
-#pragma omp parallel for schedule(dynamic)
+#pragma omp parallel for schedule(dynamic, 2)
         for (int64_t panel = 0; panel < panels; ++panel) {
             for (int64_t row = first; row < last; row += kRows) {
                 multiply_rows(a, row, panel, static_cast<int>(std::min<int64_t>(kRows, last - row)));
