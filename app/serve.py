@@ -26,6 +26,7 @@ from fastapi import FastAPI
 from prometheus_client import disable_created_metrics
 
 from app import logs
+from app.connection import Connection
 from app.loading import LoadingReport
 from app.main import create_app
 from app.metrics import Metrics
@@ -42,6 +43,8 @@ _FLUSH_SECONDS = 5
 # One signal may come twice: `timeout` and terminals send it to the process and to its group.
 _SAME_SIGNAL_SECONDS = 0.5
 _KEEP_ALIVE_SECONDS = 65  # longer than the usual proxies' 60 s: they, and not we, close idle connections
+# A client that reads nothing for so long is cut off: what has been made for it is kept in memory meanwhile.
+_STALLED_SECONDS = 60
 
 T = TypeVar("T")
 
@@ -135,6 +138,7 @@ async def _listening(app: FastAPI, sockets: Sequence[socket.socket]) -> AsyncIte
     """Open on entry; on exit, answers that are on their way get a few seconds to arrive."""
     config = uvicorn.Config(
         app,
+        http=Connection,
         lifespan="on",
         ws="none",
         log_config=None,
@@ -185,6 +189,8 @@ def _bound(family: int, address: tuple[object, ...]) -> socket.socket:
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; accepted connections inherit it
+            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _STALLED_SECONDS)
         if family == socket.AF_INET6:
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         bound.bind(address)

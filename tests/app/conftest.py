@@ -13,6 +13,7 @@ import openai
 import pytest
 import uvicorn
 
+from app.connection import Connection
 from app.main import create_app
 from app.metrics import Metrics
 from app.settings import Settings
@@ -36,7 +37,9 @@ class Server:
         self.app = create_app(engine=engine_part, tokenizer=tokenizer, settings=asked, metrics=self.metrics)
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        config = uvicorn.Config(self.app, log_level="error", ws="none", timeout_graceful_shutdown=2)
+        config = uvicorn.Config(
+            self.app, http=Connection, log_level="error", ws="none", timeout_graceful_shutdown=2
+        )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]})
 

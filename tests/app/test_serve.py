@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import re
 import signal
@@ -224,6 +225,21 @@ def test_a_name_is_bound_on_all_its_addresses() -> None:
     finally:
         for each in sockets:
             each.close()
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="this system has no TCP_USER_TIMEOUT")
+def test_a_client_that_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.serve._STALLED_SECONDS", 1)
+    (listener,) = bind("127.0.0.1", 0)
+    with listener, socket.socket() as client:
+        listener.listen()
+        client.connect(listener.getsockname())
+        server, _ = listener.accept()
+        with server:
+            server.settimeout(60)
+            with pytest.raises(OSError, match="timed out") as cut:
+                server.sendall(b"x" * 2**26)  # far more than the system's buffers hold
+            assert cut.value.errno == errno.ETIMEDOUT
 
 
 @pytest.mark.parametrize(
