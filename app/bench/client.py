@@ -28,6 +28,7 @@ class Sample:
     prompt_tokens: int = 0
     output_tokens: int = 0
     error: str | None = None
+    usage_told: bool = False  # if not, each text was counted as one token
 
     @property
     def e2e(self) -> float:
@@ -67,7 +68,9 @@ class _Exchange(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._lines = b""
         self._last_text = 0.0
+        self._texts = 0
         self._finished = False
+        self._done_told = False
         self._broken: str | None = None
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -81,7 +84,8 @@ class _Exchange(asyncio.Protocol):
             self._end("malformed answer")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._end("connection lost")
+        # An answer without a length ends with its connection.
+        self._end(self._outcome() if self._done_told else "connection lost")
 
     def on_body(self, body: bytes) -> None:
         if self._parser.get_status_code() != 200:
@@ -97,10 +101,11 @@ class _Exchange(asyncio.Protocol):
         if status != 200:
             self._end(f"HTTP {status}{_code_of(self._lines)}")
         else:
-            self._end(self._broken or (None if self._finished else "stream without an ending"))
+            self._end(self._outcome())
 
     def _event(self, data: bytes) -> None:
         if data == b"[DONE]":
+            self._done_told = True
             return
         chunk = _decode(data)
         if chunk.error is not None:
@@ -108,12 +113,14 @@ class _Exchange(asyncio.Protocol):
         if chunk.usage is not None:
             self._sample.prompt_tokens = chunk.usage.prompt_tokens
             self._sample.output_tokens = chunk.usage.completion_tokens
+            self._sample.usage_told = True
         for choice in chunk.choices:
             if choice.text or (choice.delta and choice.delta.content):
                 self._text()
             self._finished |= choice.finish_reason is not None
 
     def _text(self) -> None:
+        self._texts += 1
         now = time.perf_counter()
         if self._sample.ttft is None:
             self._sample.ttft = now - self._sample.started
@@ -121,9 +128,14 @@ class _Exchange(asyncio.Protocol):
             self._sample.gaps.append(now - self._last_text)
         self._last_text = now
 
+    def _outcome(self) -> str | None:
+        return self._broken or (None if self._finished else "stream without an ending")
+
     def _end(self, error: str | None) -> None:
         if not self.done.done():
             self._sample.error = error
+            if not self._sample.usage_told:
+                self._sample.output_tokens = self._texts
             self.done.set_result(None)
 
 

@@ -26,13 +26,14 @@ def bodies(options: BenchOptions, model: str) -> Iterator[dict[str, Any]]:
         )
         if options.ignore_eos:
             asked["ignore_eos"] = True
+        if options.stream_usage:
+            asked["stream_options"] = {"include_usage": True}
         yield {
             **asked,
             "model": model,
             "max_tokens": options.output_tokens,
             "temperature": 0,
             "stream": True,
-            "stream_options": {"include_usage": True},
         }
 
 

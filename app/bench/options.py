@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from app.options import UsageError, build_parser, option, options_of, read_flags
-from app.sizes import parse_duration, parse_size
-from app.values import Parse, choice, integer, number, text, yes
+from app.sizes import parse_size
+from app.values import Parse, choice, duration, integer, number, text, yes
 
 _TARGET = "the server"
 _LOAD = "the load"
@@ -17,9 +17,16 @@ _REPORT = "the report"
 
 def _url(value: str) -> str:
     parts = urlsplit(value)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if parts.scheme not in ("http", "https") or not parts.hostname or not _has_valid_port(value):
         raise ValueError(f"{value!r} is not a base URL; write for example http://127.0.0.1:8000")
     return value.rstrip("/").removesuffix("/v1")
+
+
+def _has_valid_port(url: str) -> bool:
+    try:
+        return urlsplit(url).port != 0
+    except ValueError:
+        return False
 
 
 def _several(parse: Parse) -> Parse:
@@ -59,7 +66,7 @@ class BenchOptions:
         600.0,
         group=_TARGET,
         metavar="TIME",
-        parse=parse_duration,
+        parse=duration(0.001),
         shown="10m",
         help="A request that takes longer is an error.",
     )
@@ -116,6 +123,15 @@ class BenchOptions:
         parse=yes,
         shown="yes",
         help="Send ignore_eos; no, for servers that refuse it.",
+    )
+    stream_usage: bool = option(
+        True,
+        group=_LOAD,
+        metavar="yes|no",
+        parse=yes,
+        shown="yes",
+        help="Ask for the usage at the end of each stream; no, for servers that refuse stream_options. Where "
+        "none is told, each text that arrives is counted as one token.",
     )
     seed: int = option(
         0, group=_LOAD, metavar="N", parse=integer(0), help="Of words and arrivals: same seed, same load."

@@ -34,6 +34,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     elapsed_seconds: float
     prompt_tokens: int
     output_tokens: int
+    without_usage: int  # completed requests whose tokens the server did not tell: their texts are counted
     output_tokens_per_second: float
     output_tokens_per_second_in_r: float | None
     requests_per_second: float
@@ -86,6 +87,7 @@ def measure(
         elapsed_seconds=elapsed,
         prompt_tokens=sum(sample.prompt_tokens for sample in done),
         output_tokens=tokens,
+        without_usage=sum(not sample.usage_told for sample in done),
         output_tokens_per_second=speed,
         output_tokens_per_second_in_r=speed / roofline.tokens_per_second if roofline else None,
         requests_per_second=len(done) / elapsed,
@@ -126,6 +128,11 @@ def as_table(about: dict[str, Any], measurements: Sequence[Measurement], rooflin
         "times in milliseconds, as clients see them; generator, API, engine: cores that each kept busy"
     )
     for each in measurements:
+        if each.without_usage:
+            lines.append(
+                f"at {_load(each)} the server told no usage of {each.without_usage} requests: "
+                "each of their texts is counted as one token"
+            )
         lines += [f"errors at {_load(each)}: {count} × {kind}" for kind, count in each.errors.items()]
     return "\n".join(lines) + "\n"
 
@@ -133,7 +140,7 @@ def as_table(about: dict[str, Any], measurements: Sequence[Measurement], rooflin
 def _title(about: dict[str, Any], measurements: Sequence[Measurement]) -> str:
     completed = sum(each.completed for each in measurements)
     prompt, output = (
-        f"{total / completed:.0f}" if completed else "?"
+        f"{total / completed:.0f}" if total else "?"
         for total in (
             sum(each.prompt_tokens for each in measurements),
             sum(each.output_tokens for each in measurements),

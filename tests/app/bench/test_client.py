@@ -56,6 +56,33 @@ def test_a_role_without_text_is_not_the_first_token() -> None:
     assert sample.gaps == []
 
 
+def test_without_usage_each_text_is_a_token() -> None:
+    texts = [
+        event({"choices": [{"text": "a"}]}),
+        event({"choices": [{"text": "b", "finish_reason": "stop"}]}),
+    ]
+    sample = ask(raw(*texts, "data: [DONE]\n\n"))
+    assert (sample.error, sample.output_tokens, sample.usage_told) == (None, 2, False)
+
+
+def test_an_answer_may_end_with_its_connection() -> None:
+    done = event({"choices": [{"text": "a", "finish_reason": "stop"}]}) + "data: [DONE]\n\n"
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(65536)
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n" + done.encode())
+        writer.close()
+
+    async def ask_it() -> Sample:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        async with server:
+            port = server.sockets[0].getsockname()[1]
+            return await Client(f"http://127.0.0.1:{port}", "completions", "", 5).complete(BODY)
+
+    sample = asyncio.run(ask_it())
+    assert (sample.error, sample.output_tokens) == (None, 1)
+
+
 async def too_busy(body: dict[str, Any]) -> Response:
     return JSONResponse({"error": {"message": "full", "type": "t", "code": "queue_full"}}, 429)
 

@@ -77,6 +77,8 @@ def test_chat_and_servers_that_refuse_ignore_eos(server: Server, run: Run) -> No
         "chat",
         "--ignore-eos",
         "no",
+        "--stream-usage",
+        "no",
         "--concurrency",
         "1",
         "--requests",
@@ -90,6 +92,7 @@ def test_chat_and_servers_that_refuse_ignore_eos(server: Server, run: Run) -> No
     assert body["messages"][0]["role"] == "user"
     assert body["model"] == "mine"
     assert "ignore_eos" not in body
+    assert "stream_options" not in body
 
 
 def test_the_same_seed_is_the_same_load() -> None:
@@ -162,6 +165,8 @@ def test_the_processors_of_a_local_server_are_found(server: Server) -> None:
         (["--concurrency", "1", "--rate", "2"], "write one of them"),
         (["--weights-bytes", "1GB"], "only read by --roofline"),
         (["--base-url", "localhost:8000"], "write for example http://127.0.0.1:8000"),
+        (["--base-url", "http://localhost:99999"], "write for example http://127.0.0.1:8000"),
+        (["--timeout", "0"], "out of range"),
         (["--concurrency", "1,x"], "'x' is not a whole number"),
         (["--rate", "0"], "out of range"),
         (["--request-rate", "1"], "here it is called --rate"),

@@ -16,7 +16,7 @@ SHARES = Shares(generator=0.05, api=0.25, engine=1.5)
 
 
 def sample(started: float, ended: float, tokens: int, error: str | None = None) -> Sample:
-    return Sample(started, ended, 0.1, [0.02] * (tokens - 1), 7, tokens, error)
+    return Sample(started, ended, 0.1, [0.02] * (tokens - 1), 7, tokens, error, usage_told=True)
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1), st.sampled_from([0.5, 0.9, 0.99]))
@@ -64,6 +64,13 @@ def test_a_level_where_nothing_was_completed_is_shown_too() -> None:
     assert "0.5/s" in table
     assert "0/1" in table
     assert "errors at 0.5/s: 1 × timeout" in table
+
+
+def test_tokens_that_the_server_did_not_tell_are_owned_up_to() -> None:
+    silent = Sample(0, 2, 0.1, [0.02], output_tokens=2)
+    measured = measure("concurrency", 1, [sample(0, 2, 10), silent], SHARES, None)
+    assert (measured.output_tokens, measured.without_usage) == (12, 1)
+    assert "at 1 client the server told no usage of 1 requests" in as_table(ABOUT, [measured], None)
 
 
 def test_json_has_the_same_figures_with_units_in_the_names() -> None:
