@@ -170,12 +170,13 @@ def _put(given: Given, option: Option, raw: str, *, where: str, written: str) ->
 
 
 def _is_service_link(name: str, value: str, prefix: str) -> bool:
-    """Kubernetes tells every pod of a Service named `plimsoll` about it: PLIMSOLL_PORT=tcp://10.0.0.1:8000,
-    PLIMSOLL_SERVICE_HOST, PLIMSOLL_PORT_8000_TCP_ADDR … None of them is meant for us."""
-    rest = name.removeprefix(prefix)
-    if rest.startswith("SERVICE_") or re.match(r"PORT_\d+_(TCP|UDP|SCTP)", rest):
+    """Kubernetes tells every pod of a Service named `plimsoll`, or `plimsoll-…`, about it:
+    PLIMSOLL_PORT=tcp://10.0.0.1:8000, PLIMSOLL_SERVICE_HOST, PLIMSOLL_BLUE_PORT_8000_TCP_ADDR … None of them
+    is meant for us."""
+    rest = "_" + name.removeprefix(prefix)
+    if re.search(r"_SERVICE_(HOST|PORT)(_|$)|_PORT_\d+_(TCP|UDP|SCTP)(_|$)", rest):
         return True
-    return rest == "PORT" and re.match(r"(tcp|udp|sctp)://", value) is not None
+    return rest.endswith("_PORT") and re.match(r"(tcp|udp|sctp)://", value) is not None
 
 
 def _explain_unknown(prog: str, word: str, options: Sequence[Option]) -> str:

@@ -181,6 +181,11 @@ def test_what_kubernetes_says_of_a_service_named_plimsoll_is_not_for_us() -> Non
         "PLIMSOLL_PORT_8000_TCP_ADDR": "10.0.0.1",
         "PLIMSOLL_SERVICE_HOST": "10.0.0.1",
         "PLIMSOLL_SERVICE_PORT_HTTP": "8000",
+        "PLIMSOLL_BLUE_SERVICE_HOST": "10.0.0.2",
+        "PLIMSOLL_BLUE_SERVICE_PORT": "8000",
+        "PLIMSOLL_BLUE_PORT": "tcp://10.0.0.2:8000",
+        "PLIMSOLL_BLUE_PORT_8000_TCP": "tcp://10.0.0.2:8000",
+        "PLIMSOLL_BLUE_PORT_8000_TCP_ADDR": "10.0.0.2",
     }
     assert load(**links) == Settings()
 
