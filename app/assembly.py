@@ -59,7 +59,7 @@ class ChoiceAssembler:
     def echo(self, text: str, scored: list[ScoredToken]) -> Delta:
         """The prompt, as the beginning of the choice's text. Stop strings are not looked for in it."""
         self._told = self._detokenized = len(text)
-        return Delta(text, scored)
+        return Delta(text, list(scored))
 
     def push(self, event: Tokens) -> Delta:
         """Tokens after the ending are ignored: the engine may have made some before it heard of it."""
@@ -135,6 +135,7 @@ class RequestAssembly:
         ]
         self._begun: set[int] = set()
         self._prompt_scores: dict[int, list[TokenLogprobs]] = {}
+        self._echoed: dict[int, tuple[str, list[ScoredToken]]] = {}
         self._waiting: dict[int, list[Tokens]] = {}  # for their prompt's scores, which come with choice 0
 
     def push(self, event: Tokens) -> Iterator[tuple[int, Delta]]:
@@ -177,14 +178,20 @@ class RequestAssembly:
             yield number, delta
 
     def _echo(self, choice: ChoiceAssembler, prompt_index: int) -> Delta:
+        # Once for all choices: a long prompt times many of them would hold up everybody else's tokens.
+        if prompt_index not in self._echoed:
+            self._echoed[prompt_index] = self._read_prompt(prompt_index)
+        return choice.echo(*self._echoed[prompt_index])
+
+    def _read_prompt(self, prompt_index: int) -> tuple[str, list[ScoredToken]]:
         prompt = self._request.prompts[prompt_index]
         text = self._request.prompt_texts[prompt_index] or self._tokenizer.decode(prompt)
         if prompt_index not in self._prompt_scores:
-            return choice.echo(text, [])
+            return text, []
         detokenizer = IncrementalDetokenizer(self._tokenizer, begins_text=True)
         scored = [ScoredToken(prompt[0], 0, None)]
         offset = len(detokenizer.push(prompt[:1]))
         for logprobs in self._prompt_scores[prompt_index]:
             scored.append(ScoredToken(logprobs.token_id, offset, logprobs))
             offset += len(detokenizer.push((logprobs.token_id,)))
-        return choice.echo(text, scored)
+        return text, scored

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
+from app.assembly import RequestAssembly
 from app.protocol.responses import CompletionResponse
 from model_runner.async_engine import Restarted, Submission, Tokens
 from model_runner.tokenizer import Tokenizer
@@ -189,6 +191,23 @@ def test_many_scores_are_written_as_few_are(server: Server, engine: FakeEngine, 
             choices = response.json()["choices"]
         for choice in choices:
             assert choice["logprobs"]["tokens"] == [tokenizer.token_text(token) for token in (*prompt, 28)]
+
+
+def test_a_prompt_is_read_once_for_all_choices(
+    server: Server, engine: FakeEngine, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    whole = RequestAssembly._read_prompt
+
+    def counted(self: RequestAssembly, prompt_index: int) -> Any:
+        read.append(prompt_index)
+        return whole(self, prompt_index)
+
+    monkeypatch.setattr(RequestAssembly, "_read_prompt", counted)
+    body = {"prompt": ["Milan the old", "Rome"], "echo": True, "logprobs": 0, "n": 3}
+    choices = server.complete(**body).json()["choices"]
+    assert sorted(read) == [0, 1]
+    assert [choice["logprobs"] for choice in choices[:3]] == [choices[0]["logprobs"]] * 3
 
 
 def test_scores_that_come_after_another_choice(
