@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -24,7 +24,7 @@ from app.routes.services import Services
 from app.settings import Settings
 from app.version import plimsoll_version
 from model_runner.async_engine import AsyncEngine
-from model_runner.errors import PlimsollError
+from model_runner.errors import PlimsollError, Reason
 from model_runner.tokenizer import Tokenizer
 
 _CLIENT_CLOSED_REQUEST = 499  # nginx's; it is only ever seen in an access log
@@ -53,7 +53,14 @@ def create_app(*, engine: AsyncEngine, tokenizer: Tokenizer, settings: Settings,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        middleware=[Middleware(RequestContext), Middleware(Authentication, api_keys=settings.api_keys)],
+        middleware=[
+            Middleware(RequestContext),
+            Middleware(
+                Authentication,
+                api_keys=settings.api_keys,
+                on_refusal=partial(metrics.decided, "rejected", Reason.INVALID_API_KEY.value, 0),
+            ),
+        ],
     )
     for router in (completions_router(services), models_router(services), operations_router(services)):
         app.include_router(router)

@@ -6,6 +6,7 @@ Beside Plimsoll's own names stand the few of vLLM's that gateways and dashboards
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
@@ -28,7 +29,7 @@ from model_runner.errors import Reason
 from model_runner.messages import ModelInfo
 from model_runner.types import Ending, FinishReason, StepStats
 
-ABORT_CAUSES = ("client_disconnected", "shutdown")
+ABORT_CAUSES = ("client_disconnected", "shutdown", "server_fault")
 
 # Refusals, before or at the door. What goes wrong later (queue_timeout, internal_error) is an ending.
 REFUSALS = tuple(each for each in Reason if each not in (Reason.QUEUE_TIMEOUT, Reason.INTERNAL_ERROR))
@@ -71,6 +72,7 @@ _STEP_SECONDS = (
     5.0,
     30.0,
 )
+_ODD_VERSION = re.compile(r"version\s*=(?!\d+(\.\d+)*\s*([;,]|$))", re.ASCII)
 _PROJECTED_BYTES = tuple(float(2**exponent) for exponent in range(16, 38, 2))  # 64 KiB to 64 GiB
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
@@ -159,7 +161,8 @@ class Metrics:
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """The page and its content type, in the format that the `Accept` header asks for."""
-        encode, content_type = choose_encoder(accept)
+        # The library fails on a version that is not made of numbers.
+        encode, content_type = choose_encoder("" if _ODD_VERSION.search(accept) else accept)
         return encode(self.registry), content_type
 
     # As EngineObserver.

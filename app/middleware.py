@@ -6,7 +6,7 @@ import hmac
 import logging
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -60,13 +60,15 @@ class RequestContext:
 class Authentication:
     """Guards /v1/* with keys, when there are any. Probes and metrics are open."""
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str], on_refusal: Callable[[], None]) -> None:
         self._app = app
         self._keys = [key.encode() for key in api_keys]
+        self._on_refusal = on_refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         guarded = scope["type"] == "http" and scope["path"].startswith("/v1/")
         if self._keys and guarded and not self._holds_key(Headers(scope=scope).get("authorization", "")):
+            self._on_refusal()
             message = "A valid key is required: send `Authorization: Bearer KEY`."
             response = error_response(InvalidAPIKey(message), scope["state"]["request_id"])
             await response(scope, receive, send)

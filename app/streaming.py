@@ -26,6 +26,7 @@ from model_runner.request_stream import RequestStream, Restarted
 logger = logging.getLogger(__name__)
 
 CLIENT_DISCONNECTED = "client_disconnected"
+SERVER_FAULT = "server_fault"
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -51,7 +52,8 @@ async def while_connected(receive: Receive, stream: RequestStream, work: Corouti
             raise ClientDisconnected
         return worker.result()
     finally:
-        stream.abort(CLIENT_DISCONNECTED)  # after the end it does nothing
+        # After the end it does nothing; if the worker came to its own end before, a fault has stopped it.
+        stream.abort(SERVER_FAULT if worker.done() else CLIENT_DISCONNECTED)
         worker.cancel()
         watcher.cancel()
         await asyncio.gather(worker, watcher, return_exceptions=True)

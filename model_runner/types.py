@@ -82,7 +82,7 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     reason: str  # a FinishReason's value
     code: str | None = None  # a Reason's value when it ended in an error
-    abort_cause: str | None = None  # "client_disconnected" | "shutdown", when reason is abort
+    abort_cause: str | None = None  # client_disconnected | shutdown | server_fault, when reason is abort
     prompt_tokens: int = 0
     generated_tokens: int = 0
     choices: int = 1

@@ -87,6 +87,18 @@ def test_a_fault_says_the_request_and_nothing_else(server: Server, engine: FakeE
         assert "mine" in error["message"]
         assert "secret" not in response.text
         assert "Traceback" not in response.text
+    assert all("client_disconnected" not in stream.aborts for stream in engine.streams)
+
+
+def test_a_fault_of_ours_is_not_the_client_s(
+    server: Server, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("app.assembly.RequestAssembly.push", fail)
+    assert server.complete(prompt="Hi").status_code == 500
+    assert engine.streams[0].aborts == ["server_fault"]
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def test_every_label_is_there_from_the_start_at_zero(metrics: Metrics) -> None:
         assert now[f"plimsoll_admissions_total[('decision', '{decision}'), ('reason', '{reason}')]"] == 0
     for finish in FinishReason:
         assert now[f"plimsoll_requests_ended_total[('reason', '{finish.value}')]"] == 0
-    for cause in ("client_disconnected", "shutdown"):
+    for cause in ("client_disconnected", "shutdown", "server_fault"):
         assert now[f"plimsoll_aborts_total[('cause', '{cause}')]"] == 0
 
 
@@ -154,6 +154,14 @@ def test_the_page_comes_in_the_format_that_is_asked_for(metrics: Metrics, engine
     names = {family.name for family in parse_openmetrics(text.decode())}
     assert {"plimsoll_admissions", "plimsoll_build", "vllm:num_requests_running"} <= names
     assert b"process_resident_memory_bytes" in text
+
+
+@pytest.mark.parametrize("version", ["a", '"1.0.0"', "1.x", ""])
+@pytest.mark.parametrize("kind", ["application/openmetrics-text", "text/plain"])
+def test_an_odd_version_in_accept_still_gets_a_page(metrics: Metrics, kind: str, version: str) -> None:
+    text, content_type = metrics.render(f"{kind}; version={version};q=0.5")
+    assert content_type.startswith("text/plain")
+    assert list(parse_text(text.decode()))
 
 
 def test_events_and_scrapes_are_cheap(metrics: Metrics, engine: Engine) -> None:

@@ -54,6 +54,11 @@ def test_wrong_keys(guarded: Server, authorization: str | None) -> None:
         assert response.headers["x-request-id"]
 
 
+def test_wrong_keys_are_counted(guarded: Server) -> None:
+    assert guarded.complete(prompt="Hi").status_code == 401
+    assert guarded.rejections(Reason.INVALID_API_KEY) == 1
+
+
 def test_right_keys(guarded: Server) -> None:
     for key in ("one", "schlüssel"):
         headers = {b"authorization": f"bearer {key}".encode()}
