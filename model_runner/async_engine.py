@@ -148,14 +148,14 @@ class AsyncEngine:
         deadline = self._clock() + timeout
         while self._busy and self._clock() < deadline:  # noqa: ASYNC110 - the books know of no event loop
             await asyncio.sleep(0.02)
-        self._end_all("shutdown", Draining("The server has shut down.", retry_after_seconds=1.0))
+        self._end_all("shutdown", _shut_down)
 
     async def close(self) -> None:
         """End what is left, then the engine process. Idempotent."""
         if self._stopped:
             return
         self._stopped = True
-        self._end_all("shutdown", Draining("The server has shut down.", retry_after_seconds=1.0))
+        self._end_all("shutdown", _shut_down)
         if self._ticking is not None:
             self._ticking.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -337,7 +337,7 @@ class AsyncEngine:
             # A mistake of ours, not the engine's. Nobody may be left waiting for an answer that can't come.
             logger.exception("the engine's supervisor failed")
             self._failure = ServerFault("The engine's supervisor failed.")
-            self._end_all("server_fault", self._failure)
+            self._end_all("server_fault", lambda: ServerFault("The engine's supervisor failed."))
 
     async def _tick(self) -> None:
         while True:
@@ -355,7 +355,12 @@ class AsyncEngine:
         if not milestone.is_set():
             raise self._failure or StartupError("The engine was stopped before it was ready.")
 
-    def _end_all(self, cause: str, error: PlimsollError) -> None:
+    def _end_all(self, cause: str, make_error: Callable[[], PlimsollError]) -> None:
+        """Each gets an error of its own: it is jittered, and raised, once for each."""
         if self._dispatcher is not None:
             for request in self._dispatcher.live_requests:
-                self._dispatcher.abort(request, cause, self._clock(), error)
+                self._dispatcher.abort(request, cause, self._clock(), make_error())
+
+
+def _shut_down() -> Draining:
+    return Draining("The server has shut down.", retry_after_seconds=1.0)

@@ -291,3 +291,17 @@ def test_drain_ends_what_takes_too_long(start_engine) -> None:
             await nothing_reserved(harness)
 
     asyncio.run(scenario())
+
+
+def test_a_crowd_that_is_shut_out_may_come_back_soon(start_engine) -> None:
+    async def scenario() -> None:
+        async with start_engine({"step_seconds": 0.01}, blocks=4) as harness:
+            streams = [harness.submit([1], max_tokens=64) for _ in range(60)]
+            await harness.engine.drain(0.0)
+            for stream in streams:
+                with pytest.raises(Draining) as refused:
+                    await harness.collect(stream)
+                assert 1.0 <= refused.value.retry_after_seconds <= 1.1
+            await nothing_reserved(harness)
+
+    asyncio.run(scenario())
