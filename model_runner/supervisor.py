@@ -33,6 +33,10 @@ from model_runner.messages import (
 
 logger = logging.getLogger(__name__)
 
+# OpenMP's threads spin between two kernels, which come microseconds apart. For ever is too long when a core
+# is shared: the spinning thread then takes the time that the one it waits for needs. This is a fraction of a
+# millisecond.
+_ENGINE_ENVIRONMENT = {"GOMP_SPINCOUNT": "200000"}
 _GRACE_SECONDS = 5.0  # for an engine that was asked to leave
 _HEALTHY_SECONDS = 60.0  # an engine that lived so long since it was ready clears the record
 
@@ -75,7 +79,7 @@ class EngineProcess:
         context: zmq.asyncio.Context,
         directory: str,
     ) -> EngineProcess:
-        """Raises OSError when the command can't be run."""
+        """Raises OSError when the command can't be run, ZMQError when the socket can't be made."""
         path = os.path.join(directory, str(epoch))
         socket = context.socket(zmq.PAIR)
         socket.setsockopt(zmq.LINGER, 0)
@@ -88,6 +92,7 @@ class EngineProcess:
                 "--epoch",
                 str(epoch),
                 stdin=asyncio.subprocess.PIPE,
+                env={**_ENGINE_ENVIRONMENT, **os.environ},
                 start_new_session=True,  # a Ctrl-C in the terminal is for the parent, which decides
             )
         except BaseException:
@@ -198,8 +203,13 @@ class Supervisor:
 
     async def run(self) -> None:
         """Raises StartupError when the first engine doesn't become ready. Returns after `close`."""
+        try:
+            directory = tempfile.mkdtemp(prefix="plimsoll-")
+        except OSError as error:
+            raise StartupError(
+                f"The socket to the engine needs a folder to lie in: {error}. Name one in TMPDIR."
+            ) from error
         context = zmq.asyncio.Context()
-        directory = tempfile.mkdtemp(prefix="plimsoll-")
         try:
             while not self._closing:
                 cause = await self._live(context, directory)
@@ -241,8 +251,8 @@ class Supervisor:
             process = await EngineProcess.spawn(
                 self._command, self.config, epoch=self.epoch, context=context, directory=directory
             )
-        except OSError as error:
-            return f"it could not be started: {error}"
+        except (OSError, zmq.ZMQError) as error:
+            return f"the engine process could not be started: {error}"
         self._process, self.pid = process, process.pid
         watchers = [
             asyncio.create_task(self._listen(process)),
@@ -282,9 +292,7 @@ class Supervisor:
         # Its last words are still read: what it had finished is finished, and why it failed is worth knowing.
         while await process.has_mail(timeout_seconds=0.02):  # noqa: ASYNC110 - another task takes them
             await asyncio.sleep(0.001)
-        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        when = "while it ran" if self.up else "before it was ready; its own words are above"
-        return f"it ended {how} {when}"
+        return f"it ended {_how(code)} while it ran" if self.up else _why_not_ready(code)
 
     async def _watch_steps(self, process: EngineProcess) -> str:
         interval = min(1.0, self._step_timeout / 10)
@@ -293,3 +301,20 @@ class Supervisor:
             # When this process itself was held up, the engine's words may be here, unread.
             if self.silent_seconds > self._step_timeout and not await process.has_mail():
                 return f"a step took longer than {self._step_timeout:g} s"
+
+
+def _how(code: int) -> str:
+    if code >= 0:
+        return f"with exit code {code}"
+    if -code == signal.SIGKILL:
+        return "by SIGKILL (perhaps because memory ran out)"
+    return f"by signal {-code} ({signal.strsignal(-code)})"
+
+
+def _why_not_ready(code: int) -> str:
+    if -code == signal.SIGKILL:  # it could say nothing itself
+        return (
+            "the engine process was killed before it was ready. The system does so when memory runs out: use "
+            "a smaller model, a smaller --dtype (bfloat16 is half of float32), or less --kv-cache-memory."
+        )
+    return f"the engine process ended {_how(code)} before it was ready; its own words are above"

@@ -50,6 +50,8 @@ def build(config: EngineConfig, on_progress: OnProgress, on_planned: OnPlanned) 
     knobs = json.loads(config.model)
     if Path(knobs.get("dies_at_start_if", "/nonexistent")).exists():
         os._exit(3)
+    if Path(knobs.get("is_killed_at_start_if", "/nonexistent")).exists():
+        os.kill(os.getpid(), signal.SIGKILL)
     if Path(knobs.get("fails_at_start_if", "/nonexistent")).exists():
         raise StartupError("no such model")
     spec = KVCacheSpec.from_config(

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -182,7 +183,12 @@ def test_closing_while_restarting_leaves_nobody_waiting(start_engine, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("knob", "message"), [("fails_at_start_if", "no such model"), ("dies_at_start_if", "exit code 3")]
+    ("knob", "message"),
+    [
+        ("fails_at_start_if", "no such model"),
+        ("dies_at_start_if", "exit code 3"),
+        ("is_killed_at_start_if", "memory runs out.*--kv-cache-memory"),
+    ],
 )
 def test_a_first_start_that_fails_says_why(start_engine, tmp_path: Path, knob: str, message: str) -> None:
     async def scenario() -> None:
@@ -205,6 +211,30 @@ def test_a_command_that_cannot_be_run_says_so(start_engine) -> None:
 
     def observer():  # nothing is ever told to it
         return None
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("folder", "message"), [("no/such", "TMPDIR"), ("long" * 30, "could not be started")]
+)
+def test_a_socket_that_can_lie_nowhere_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, message: str
+) -> None:
+    if "/" not in folder:
+        (tmp_path / folder).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / folder))
+
+    async def scenario() -> None:
+        engine = AsyncEngine(
+            EngineConfig(model="", cache_dir=""),
+            DoorPolicy(),
+            None,  # type: ignore[arg-type]
+            command=[sys.executable, str(FAKE_ENGINE)],
+        )
+        with pytest.raises(StartupError, match=message):
+            await engine.start(lambda loading: None)
+        await engine.close()
 
     asyncio.run(scenario())
 
