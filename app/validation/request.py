@@ -139,7 +139,7 @@ def _sampling(
         n=request.n or 1,
         temperature=temperature if temperature >= _LEAST_TEMPERATURE else 0.0,
         top_p=1.0 if request.top_p is None else max(request.top_p, _LEAST_TOP_P),
-        top_k=max(0, request.top_k or 0),
+        top_k=_top_k(request, limits),
         min_p=request.min_p or 0.0,
         seed=secrets.randbits(64) if request.seed is None else request.seed % 2**64,
         stop_token_ids=tuple(request.stop_token_ids or ()),
@@ -152,6 +152,12 @@ def _sampling(
         repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
         logit_bias=_logit_bias(request, limits),
     )
+
+
+def _top_k(request: GenerationRequest, limits: Limits) -> int:
+    """0 where it cuts nothing off. No number goes on that may be too large for the wire to the engine."""
+    top_k = request.top_k or 0
+    return top_k if 0 < top_k < limits.vocab_size else 0
 
 
 def _bound_scores(params: SamplingParams, prompts: list[list[int]], *, stream: bool) -> None:

@@ -102,6 +102,9 @@ UNSUPPORTED: dict[str, list[Any]] = {
     "reasoning_effort": ["high"],
     "verbosity": ["low"],
     "web_search_options": [{}],
+    "moderation": [{"model": "omni-moderation-latest"}],
+    "stop_regex": ["a+"],
+    "n_predict": [5],
     "suffix": ["the end"],
     "guided_json": [{"type": "object"}],
     "guided_regex": ["a+"],
@@ -298,3 +301,10 @@ def test_a_hopeless_prompt_is_not_tokenised(tokenizer: Tokenizer, monkeypatch: p
 def test_huge_lists_are_refused_with_one_error(tokenizer: Tokenizer, prompt: list[Any]) -> None:
     with pytest.raises(ClientError):
         complete(tokenizer, prompt=prompt)
+
+
+@pytest.mark.parametrize("top_k", [49152, 10**30])
+def test_a_top_k_that_cuts_nothing_off_is_off(tokenizer: Tokenizer, top_k: int) -> None:
+    """Larger than 64 bits, it could not even be told to the engine."""
+    assert complete(tokenizer, top_k=top_k).params.top_k == 0
+    assert complete(tokenizer, top_k=49151).params.top_k == 49151
