@@ -98,7 +98,7 @@ def _aside(model: ModelInfo) -> str:
 
 def _fitting(model: ModelInfo, tokens: int, settings: Settings) -> str:
     """How many requests of `tokens` (prompt and output together) fit; the last token is never cached."""
-    fitting = model.spec.max_sequences(tokens - 1, model.num_blocks)
+    fitting = model.spec.max_sequences(max(tokens - 1, 1), model.num_blocks)
     words = _count(fitting, "request")
     limit = settings.max_num_seqs
     return words if fitting <= limit else f"{words} (--max-num-seqs lets {limit:,} run)"

@@ -49,6 +49,12 @@ def test_the_figures_are_the_price_lists() -> None:
     assert shown == f"{fitting} requests (--max-num-seqs lets 2 run) of the full context (256 tokens)"
 
 
+def test_a_context_of_one_token_has_a_table_too() -> None:
+    assert (
+        "full context (1 tokens)" in dict(plan_rows(Settings(), model_info(max_model_len=1)))["fit at once"]
+    )
+
+
 def test_groups_of_layers_are_named_when_there_are_several() -> None:
     groups = (
         LayerGroup("full", (0, 3), 1, 8),
