@@ -21,6 +21,9 @@ IMPLEMENTATION = "plimsoll_paged"
 LAYER_ATTRIBUTE = "plimsoll_layer"
 # Scores held at once by the paths that materialise them, in elements.
 _MAX_SCORES = 1 << 24
+# Keys (and as many values) copied out of the cache at once for decodes, in elements. All are padded to the
+# longest, so one long sequence would make hundreds of short ones as large as itself.
+_MAX_GATHERED = 1 << 24
 
 
 @dataclass(slots=True)
@@ -87,7 +90,7 @@ def torch_paged_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """The reference PagedAttention, in plain torch, for any device. All decodes are one batch."""
+    """The reference PagedAttention, in plain torch, for any device. Decodes are batched."""
     write_kv(key, value, key_cache, value_cache, metadata.slot_mapping[group])
     tables = metadata.block_tables[group]
     output = torch.empty_like(query)
@@ -105,10 +108,13 @@ def torch_paged_attention(
         return _softmax_attention(rows, keys, values, visible, scale, softcap, sinks)
 
     if metadata.max_decode_len:
-        sequences, rows = metadata.decode_sequences, metadata.decode_rows
-        last = metadata.seq_lens[sequences].long() - 1
+        last = metadata.seq_lens[metadata.decode_sequences].long() - 1
         first, count = _visible_blocks(last, 1, metadata.max_decode_len, window, block_size)
-        output[rows] = attend(query[rows][:, None], sequences, last, first, count)[:, 0]
+        step = max(1, _MAX_GATHERED // (count * key_cache[0].numel()))
+        for start in range(0, len(last), step):
+            some = slice(start, start + step)
+            rows, sequences = metadata.decode_rows[some], metadata.decode_sequences[some]
+            output[rows] = attend(query[rows][:, None], sequences, last[some], first[some], count)[:, 0]
     for sequence, row, length, cached in metadata.prefills:
         sequences = torch.tensor([sequence], device=query.device)
         last = torch.tensor([cached - 1], device=query.device)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from model_runner.core.output import ScheduledSequence
+from model_runner.worker import attention
 from model_runner.worker.attention import torch_paged_attention
 from model_runner.worker.batch import pack
 from model_runner.worker.kv_cache import copy_blocks
@@ -51,10 +52,14 @@ def naive(
     return output
 
 
+@pytest.mark.parametrize("gathered", [1, 1 << 24])
 @pytest.mark.parametrize("sunk", [False, True])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 1, 3, 4, 5, 9, 100])
-def test_against_a_loop(window: int | None, softcap: float | None, sunk: bool) -> None:
+def test_against_a_loop(
+    window: int | None, softcap: float | None, sunk: bool, gathered: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_MAX_GATHERED", gathered)
     generator = torch.Generator().manual_seed(2)
     lengths = [start + new for start, new in BATCH]
     tables = tables_for(lengths)
@@ -92,6 +97,31 @@ def test_against_a_loop(window: int | None, softcap: float | None, sunk: bool) -
         for query, kv, (start, _) in zip(queries, history, BATCH, strict=True)
     ]
     torch.testing.assert_close(output, torch.cat(expected), atol=1e-5, rtol=1e-5)
+
+
+def test_one_long_decode_does_not_make_all_the_others_as_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [101, *[2] * 50]
+    sequences = [
+        ScheduledSequence(i, [7], length - 1, table)
+        for i, (length, table) in enumerate(zip(lengths, tables_for(lengths, groups=1), strict=True))
+    ]
+    metadata = pack(sequences, BLOCK_SIZE, torch.device("cpu")).metadata
+    cache = torch.zeros(200, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+    sizes: list[int] = []
+    gather = attention._gather
+
+    def recorded(cache: Tensor, blocks: Tensor) -> Tensor:
+        copied = gather(cache, blocks)
+        sizes.append(copied.numel())
+        return copied
+
+    monkeypatch.setattr(attention, "_MAX_GATHERED", limit := 104 * KV_HEADS * HEAD_DIM * 10)
+    monkeypatch.setattr(attention, "_gather", recorded)
+    query, key = torch.randn(51, HEADS, HEAD_DIM), torch.randn(51, KV_HEADS, HEAD_DIM)
+    options = {"scale": 1.0, "window": None, "softcap": None, "sinks": None}
+    torch_paged_attention(query, key, key, cache, cache.clone(), metadata, 0, **options)  # type: ignore[arg-type]
+    assert max(sizes) <= limit
+    assert len(sizes) == 2 * 6
 
 
 def test_pack() -> None:
