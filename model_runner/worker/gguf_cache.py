@@ -13,6 +13,7 @@ from contextlib import redirect_stderr
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -65,7 +66,10 @@ class GGUFCache:
             checkpoint = load_gguf_checkpoint(  # type: ignore[no-untyped-call]
                 str(self._path), return_tensors=True, model_to_load=model, torch_dtype=dtype
             )
-        save_file(checkpoint["tensors"], folder / "model.safetensors", metadata={"format": "pt"})
+        try:
+            save_file(checkpoint["tensors"], folder / "model.safetensors", metadata={"format": "pt"})
+        except (OSError, SafetensorError) as error:
+            raise _unwritable(error) from error
         config.save_pretrained(folder)
 
 
@@ -99,10 +103,7 @@ def _make_folder(folder: Path, fill: Callable[[Path], None]) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     except OSError as error:
-        raise StartupError(
-            f"A GGUF model is dequantised once, into the cache folder, which can't be written: {error}. "
-            "Name another with --cache-dir."
-        ) from error
+        raise _unwritable(error) from error
     try:
         fill(draft)
         try:
@@ -112,3 +113,10 @@ def _make_folder(folder: Path, fill: Callable[[Path], None]) -> None:
                 raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _unwritable(error: Exception) -> StartupError:
+    return StartupError(
+        f"A GGUF model is dequantised once, into the cache folder, which can't be written: {error}. "
+        "Name another with --cache-dir."
+    )

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from model_runner.errors import ModelNotServable
+from model_runner.errors import DoesNotFit, ModelNotServable
 from model_runner.model_files import ModelFiles
 from model_runner.tokenizer.gguf import load_definition
 from model_runner.worker.gguf_cache import GGUFCache
@@ -68,7 +68,8 @@ def read_source(files: ModelFiles) -> Source:
         eos_token_ids = tuple(sorted({*_eos_token_ids(config, None), *of_vocabulary}))
         return Source(config, gguf, None, eos_token_ids)
     try:
-        whole = AutoConfig.from_pretrained(str(files.path), local_files_only=True)
+        # Unless it is told no, transformers asks on stdin whether code that comes with a model may run.
+        whole = AutoConfig.from_pretrained(str(files.path), local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, OSError) as error:
         raise ModelNotServable(
             f"{files.path} holds no model config that transformers can read: {error}"
@@ -105,7 +106,9 @@ def skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> nn.Module:
     """The model without its weights. Raises ModelNotServable when transformers has no decoder for it."""
     try:
         with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+            model: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config, dtype=dtype, trust_remote_code=False
+            )
     except (ValueError, TypeError, AttributeError) as error:
         raise ModelNotServable(
             f"transformers has no causal language model for {config.model_type!r}: {error}"
@@ -119,7 +122,8 @@ def load_model(
 ) -> nn.Module:
     """The model with its weights, ready for inference. A GGUF is converted first, if it was not yet.
 
-    Raises ModelNotServable when the files lack weights that the model needs.
+    Raises ModelNotServable when the files lack weights that the model needs, DoesNotFit when the device has
+    no room for them.
     """
     folder = source.folder
     if source.gguf is not None:
@@ -133,6 +137,7 @@ def load_model(
                 dtype=dtype,
                 attn_implementation="eager",
                 local_files_only=True,
+                trust_remote_code=False,
                 use_safetensors=True,
                 key_mapping=_DECODER_NAMES if source.nested else None,
                 output_loading_info=True,
@@ -144,7 +149,10 @@ def load_model(
         raise ModelNotServable(f"{folder} lacks {len(missing)} of the model's weights, such as {missing[0]}.")
     if unexpected := sorted(report["unexpected_keys"]):
         logger.info("%d tensors of the checkpoint are not used, such as %s", len(unexpected), unexpected[0])
-    ready: nn.Module = model.eval().requires_grad_(False).to(device)
+    try:
+        ready: nn.Module = model.eval().requires_grad_(False).to(device)
+    except torch.OutOfMemoryError as error:
+        raise DoesNotFit(f"The weights don't fit into the memory of {device}: {error}") from error
     return ready
 
 

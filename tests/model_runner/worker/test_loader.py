@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedConfig
 
-from model_runner.errors import ModelNotServable
+from model_runner.errors import DoesNotFit, ModelNotServable, StartupError
 from model_runner.model_files import ModelFiles
+from model_runner.worker import gguf_cache
 from model_runner.worker.loader import load_model, read_source, weights_bytes
 
 CPU = torch.device("cpu")
@@ -80,6 +82,41 @@ def test_a_config_that_is_none(folder: Path) -> None:
     (folder / "config.json").write_text('{"model_type": "no_such_type"}')
     with pytest.raises(ModelNotServable, match="no model config that transformers can read"):
         read_source(files(folder))
+
+
+def test_code_that_comes_with_a_model_is_not_run_and_nobody_is_asked(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("builtins.input", lambda prompt: pytest.fail("it waits for an answer on stdin"))
+    config = {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text("raise SystemExit('it ran')")
+    with pytest.raises(ModelNotServable, match="no model config that transformers can read"):
+        read_source(files(folder))
+
+
+def test_a_device_without_room_for_the_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 3 GiB")
+
+    monkeypatch.setattr(torch.nn.Module, "to", full)
+    with pytest.raises(DoesNotFit, match=r"weights don't fit .* 3 GiB"):
+        load(folder)
+
+
+def test_a_full_disk_is_named_when_a_gguf_is_converted(
+    tmp_path: Path, families: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(gguf_cache, "load_gguf_checkpoint", lambda *_, **__: {"tensors": {}})
+    monkeypatch.setattr(gguf_cache, "save_file", full)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    cache = gguf_cache.GGUFCache(tmp_path / "model.gguf", tmp_path / "cache")
+    with pytest.raises(StartupError, match=r"can't be written: No space left.*--cache-dir"):
+        cache.convert(families.config("llama"), torch.float32, lambda fraction: None)
+    assert list((tmp_path / "cache" / "weights").glob("*/*")) == []
 
 
 def test_an_encoder_decoder_has_no_decoder_alone(folder: Path) -> None:
