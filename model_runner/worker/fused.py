@@ -16,15 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from model_runner.worker.attention import LAYER_ATTRIBUTE, PagedLayer
-from model_runner.worker.linear import NativeLinear, interleave_gated
+from model_runner.worker.linear import NativeLinear, interleave_gated, walk
 from model_runner.worker.native import Kernels
 
 logger = logging.getLogger(__name__)
 
 _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-_CHECK_TOKENS = 5
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # of the largest value
+# One token of each size: small ones show a bias or the shape of an activation, large ones what is clipped.
+_CHECK_SCALES = (1 / 8, 1.0, 8.0, 64.0, 512.0)
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # of a token's largest value
 
 
 class NativeRMSNorm(nn.Module):
@@ -93,9 +94,9 @@ class FusedAttention:
         mixed: Tensor = self.qkv(hidden_states[0])
         if self._rotary:
             assert position_embeddings is not None
-            cosine, sine = position_embeddings
+            cosine, sine = (part[0].to(mixed.dtype) for part in position_embeddings)  # OLMo's are float32
             rotated = self._query_heads + self._kv_heads
-            self._kernels.rotate(mixed, cosine[0], sine[0], rotated, self._head_dim)
+            self._kernels.rotate(mixed, cosine, sine, rotated, self._head_dim)
         query, key, value = torch.split(mixed.view(len(mixed), -1, self._head_dim), heads, dim=1)
         layer: PagedLayer = getattr(self._module, LAYER_ATTRIBUTE)
         attended = layer(query, key, value, scale=self._scale, softcap=None, sinks=None)
@@ -127,11 +128,10 @@ class FusedAttention:
 def fuse_norms(model: nn.Module, kernels: Kernels) -> int:
     """Swap the RMS norms, Llama's kind and Gemma's, in place. Returns how many were."""
     fused = 0
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child).__name__.endswith("RMSNorm") and (native := _native_norm(kernels, child)):
-                setattr(parent, name, native)
-                fused += 1
+    for parent, name, child in walk(model):
+        if type(child).__name__.endswith("RMSNorm") and (native := _native_norm(kernels, child)):
+            setattr(parent, name, native)
+            fused += 1
     return fused
 
 
@@ -141,7 +141,7 @@ def _native_norm(kernels: Kernels, norm: nn.Module) -> NativeRMSNorm | None:
     if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(eps, float):
         return None
     weight = weight.detach()
-    x = _random(_CHECK_TOKENS, weight.shape[0], like=weight)
+    x = _check_tokens(weight.shape[0], like=weight)
     expected = norm(x)
     candidates = [
         NativeRMSNorm(kernels, weight, eps, round_first=True),
@@ -155,16 +155,15 @@ def _native_norm(kernels: Kernels, norm: nn.Module) -> NativeRMSNorm | None:
 def fuse_mlps(model: nn.Module, kernels: Kernels) -> int:
     """Swap the silu-gated feed-forward modules, in place. Returns how many were."""
     fused = 0
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if not GatedMLP.fits(kernels, child):
-                continue
-            native = GatedMLP(kernels, child)
-            weight = _linears(child, *_FEED_FORWARD)[0].weight
-            x = _random(_CHECK_TOKENS, weight.shape[1], like=weight)
-            if _agree(native(x), child(x)):
-                setattr(parent, name, native)
-                fused += 1
+    for parent, name, child in walk(model):
+        if not GatedMLP.fits(kernels, child):
+            continue
+        native = GatedMLP(kernels, child)
+        weight = _linears(child, *_FEED_FORWARD)[0].weight
+        x = _check_tokens(weight.shape[1], like=weight)
+        if _agree(native(x), child(x)):
+            setattr(parent, name, native)
+            fused += 1
     return fused
 
 
@@ -184,23 +183,34 @@ def fuse_attentions(modules: list[nn.Module], kernels: Kernels) -> int:
 
 def _fitting_attention(kernels: Kernels, module: nn.Module) -> FusedAttention | None:
     weight = _linears(module, *_PROJECTIONS)[0].weight
-    x = _random(1, _CHECK_TOKENS, weight.shape[1], like=weight)
-    # Unlike any real angle's, so that a rotation of another kind can't agree by accident.
-    embeddings = tuple(
-        _random(1, _CHECK_TOKENS, module.head_dim, like=weight)  # type: ignore[arg-type]
-        for _ in range(2)
-    )
-    arguments = {"hidden_states": x, "position_embeddings": embeddings, "attention_mask": None}
-    try:
-        expected = module(**arguments)[0]
-    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-        logger.debug("%s is not of Llama's kind: %s", type(module).__name__, error)
+    head_dim: int = module.head_dim  # type: ignore[assignment]
+    x = _check_tokens(weight.shape[1], like=weight)[None]
+
+    def arguments(rotated: int) -> dict[str, Any]:
+        # Unlike any real angle's, so that a rotation of another kind can't agree by accident.
+        embeddings = tuple(_random(2, 1, x.shape[1], rotated, like=weight))
+        return {"hidden_states": x, "position_embeddings": embeddings, "attention_mask": None}
+
+    whole = _run(module, arguments(head_dim))
+    if whole is None:
         return None
     for rotary in (True, False):
         candidate = FusedAttention(kernels, module, rotary=rotary)
-        if _agree(candidate(**arguments)[0], expected):  # type: ignore[arg-type]
-            return candidate
+        if _agree(candidate(**arguments(head_dim))[0], whole):
+            # One that can rotate a part of each head may be asked to (Nemotron).
+            in_part = rotary and _run(module, arguments(head_dim // 2)) is not None
+            return None if in_part else candidate
     return None
+
+
+def _run(module: nn.Module, arguments: dict[str, Any]) -> Tensor | None:
+    """Its output; None when it doesn't take such arguments."""
+    try:
+        output: Tensor = module(**arguments)[0]
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        logger.debug("%s is not of Llama's kind: %s", type(module).__name__, error)
+        return None
+    return output
 
 
 @contextmanager
@@ -238,10 +248,16 @@ def _random(*shape: int, like: Tensor) -> Tensor:
     return torch.randn(*shape, generator=generator).to(like.dtype)
 
 
+def _check_tokens(width: int, *, like: Tensor) -> Tensor:
+    """[tokens, width], random, each token of another size."""
+    return _random(len(_CHECK_SCALES), width, like=like) * like.new_tensor(_CHECK_SCALES)[:, None]
+
+
 def _error(actual: Tensor, expected: Tensor) -> float:
-    return float((actual.float() - expected.float()).abs().max())
+    """The largest there is, as a share of the largest value of the same token."""
+    actual, expected = actual.float(), expected.float()
+    return float(((actual - expected).abs() / expected.abs().amax(dim=-1, keepdim=True)).max())
 
 
 def _agree(actual: Tensor, expected: Tensor) -> bool:
-    scale = float(expected.float().abs().max())
-    return actual.shape == expected.shape and _error(actual, expected) <= _TOLERANCE[expected.dtype] * scale
+    return actual.shape == expected.shape and _error(actual, expected) <= _TOLERANCE[expected.dtype]

@@ -6,6 +6,8 @@ which needs no compiler. Each layer's plain weights are let go as soon as it is 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
@@ -81,15 +83,29 @@ def interleave_gated(gate: Tensor, up: Tensor) -> Tensor:
 def pack_linears(model: nn.Module, kernels: Kernels | None) -> int:
     """Swap every nn.Linear that can be packed, in place. Returns how many were."""
     packed = 0
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if not isinstance(child, nn.Linear):
-                continue
-            if kernels is not None and NativeLinear.fits(kernels, child):
-                setattr(parent, name, NativeLinear(kernels, child.weight.detach(), child.bias))
-            elif OneDNNLinear.fits(child):
-                setattr(parent, name, OneDNNLinear(child))
-            else:
-                continue
-            packed += 1
+    for parent, name, child in walk(model):
+        if not isinstance(child, nn.Linear):
+            continue
+        if kernels is not None and NativeLinear.fits(kernels, child):
+            setattr(parent, name, NativeLinear(kernels, child.weight.detach(), child.bias))
+        elif OneDNNLinear.fits(child):
+            setattr(parent, name, OneDNNLinear(child))
+        else:
+            continue
+        packed += 1
     return packed
+
+
+def walk(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """(parent, name, child) of everything below `module`. A child may be swapped as it comes.
+
+    Holds on to no child that was swapped: a list of all modules would keep every plain weight to the end, and
+    loading would take twice the memory.
+    """
+    for name in list(module._modules):
+        child = module._modules[name]
+        if child is None:
+            continue
+        yield module, name, child
+        if module._modules[name] is child:
+            yield from walk(child)

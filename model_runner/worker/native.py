@@ -228,6 +228,10 @@ class Kernels:
 
         cosine and sine are [T, head_dim], contiguous, of x's dtype.
         """
+        for tensor in (cosine, sine):
+            assert tensor.shape == (len(x), head_dim)
+            assert tensor.dtype == x.dtype
+            assert tensor.is_contiguous()
         self._rotate[x.dtype](
             *(tensor.data_ptr() for tensor in (x, cosine, sine)),
             *(x.shape[0], heads, head_dim // 2, x.stride(0)),

@@ -229,6 +229,10 @@ class Families:
     def make(self, family: str, **changes: Any) -> nn.Module:
         return make_model(make_config(family, **changes))
 
+    def make_of_type(self, model_type: str, **own: Any) -> nn.Module:
+        """One that is of none of the families."""
+        return make_model(AutoConfig.for_model(model_type, **{**_COMMON, **own}))
+
 
 @pytest.fixture(scope="session")
 def families() -> Families:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch import nn
 
 from model_runner.worker import accelerate as accelerate_module
+from model_runner.worker import fused
+from model_runner.worker import linear as linear_module
 from model_runner.worker.accelerate import accelerate
 from model_runner.worker.attention import PagedAttention, torch_paged_attention
 from model_runner.worker.fused import FusedAttention, GatedMLP, NativeRMSNorm
@@ -156,3 +159,87 @@ def test_a_module_that_computes_otherwise_is_left_alone(families: Any, cache_dir
     assert model.model.layers[2].input_layernorm is norm
     if has_native_linear(cache_dir):
         assert isinstance(model.model.layers[0].mlp, GatedMLP)
+
+
+def _rotating(share: float) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": share}
+    return {"rope_parameters": rope}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "own", "attentions"),
+    [
+        ("olmo", {}, 4),  # its angles come in float32
+        ("olmo", {"clip_qkv": 50.0}, 0),
+        ("nemotron", _rotating(0.5), 0),  # half of each head
+        ("nemotron", _rotating(1.0), 0),
+    ],
+)
+def test_families_that_resemble_llama(
+    model_type: str,
+    own: dict[str, Any],
+    attentions: int,
+    families: Any,
+    serve: Any,
+    cache_dir: Path,
+    prompts: list[list[int]],
+) -> None:
+    found = {}
+
+    def prepare(model: nn.Module, modules: list[nn.Module]) -> PagedAttention:
+        attention = accelerate(model, modules, cache_dir=cache_dir).attention
+        found.update(parts(model))
+        return attention
+
+    def logits(served: Any) -> torch.Tensor:
+        served.generate(prompts, 1)
+        return torch.stack([served.sampler.logits[tuple(prompt)] for prompt in prompts])
+
+    model = families.make_of_type(model_type, **own)
+    exact = logits(serve(model, max_num_batched_tokens=16))
+    model = model.bfloat16()
+    plain = logits(serve(model, max_num_batched_tokens=16))
+    fast = logits(serve(model, max_num_batched_tokens=16, prepare=prepare))
+    assert (fast - exact).norm() < 1.5 * (plain - exact).norm() + 0.01 * exact.norm()
+    assert found["attentions"] == (attentions if has_native_linear(cache_dir) else 0)
+
+
+def test_plain_weights_are_let_go_one_by_one(families: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = families.make("llama").bfloat16()
+    plain = [weakref.ref(m) for m in model.modules() if type(m) is nn.Linear]
+    alive: list[int] = []
+
+    class Packed(nn.Module):
+        def __init__(self, linear: nn.Linear) -> None:
+            super().__init__()
+            alive.append(sum(reference() is not None for reference in plain))
+
+        @staticmethod
+        def fits(linear: object) -> bool:
+            return True
+
+    monkeypatch.setattr(linear_module, "OneDNNLinear", Packed)
+    assert linear_module.pack_linears(model, None) == len(plain)
+    assert alive == [len(plain) - done for done in range(len(plain))]
+
+
+def test_fused_feed_forwards_let_go_of_theirs(
+    families: Any, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_native_linear(cache_dir):
+        pytest.skip("this CPU has no AVX512-BF16")
+    model = families.make("llama").bfloat16()
+    plain = [weakref.ref(layer.mlp) for layer in model.model.layers]
+    alive: list[int] = []
+
+    class Counting(GatedMLP):
+        def __init__(self, *arguments: Any) -> None:
+            alive.append(sum(reference() is not None for reference in plain))
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(fused, "GatedMLP", Counting)
+    kernels = load_kernels(cache_dir)
+    assert kernels is not None
+    with torch.inference_mode():
+        assert fused.fuse_mlps(model, kernels) == 4
+    assert alive == [4, 3, 2, 1]
