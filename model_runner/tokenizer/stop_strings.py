@@ -16,8 +16,8 @@ class StopResult(NamedTuple):
 class StopStringMatcher:
     """Cuts a stream of text before the first stop string in it.
 
-    The first is the one that begins earliest in the whole text (of two that begin together, the one listed
-    first); the outcome doesn't depend on how the text was cut into pieces. Text that may yet turn out to be
+    The first is the one that begins earliest in the whole text (of two that begin together, the shorter); the
+    outcome doesn't depend on how the text was cut into pieces. Text that may yet turn out to be
     the beginning of a stop string is held back, at most as many characters as the longest one has. One
     automaton per stop string (Knuth, Morris, Pratt 1977), so the cost is linear in the text whatever the
     strings are.
@@ -71,8 +71,9 @@ class StopStringMatcher:
             if stop[state] == character:
                 state += 1
             if state == len(stop):
-                found = (self._seen - len(stop), index)
-                self._match = found if self._match is None else min(self._match, found)
+                begin = self._seen - len(stop)
+                if self._match is None or begin < self._match[0]:
+                    self._match = begin, index
                 state = table[state - 1]
             self._states[index] = state
 

@@ -24,11 +24,11 @@ def run(stops: list[str], chunks: list[str]) -> tuple[str, bool, str | None]:
 
 
 def naive(stops: list[str], text: str) -> tuple[str, bool, str | None]:
-    found = [(text.find(stop), index) for index, stop in enumerate(stops) if stop in text]
+    found = [(text.find(stop), len(stop), stop) for stop in stops if stop in text]
     if not found:
         return text, False, None
-    position, index = min(found)
-    return text[:position], True, stops[index]
+    position, _, stop = min(found)
+    return text[:position], True, stop
 
 
 def cut(text: str, cuts: list[int]) -> list[str]:
@@ -39,6 +39,7 @@ def cut(text: str, cuts: list[int]) -> list[str]:
 @given(stop_lists, letters, st.lists(st.integers(0, 100), max_size=10))
 @example(["aab"], "aaab", [1, 2, 3])
 @example(["abab", "b"], "abaab", [1, 2])
+@example(["ba", "b"], "ba", [1])
 def test_it_equals_a_search_of_the_whole_text_however_it_is_cut(
     stops: list[str], text: str, cuts: list[int]
 ) -> None:
