@@ -31,6 +31,7 @@ _BOTH: Neutral = {
     "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     "web_search_options": (),
+    "moderation": (),
     # vLLM's and SGLang's
     "use_beam_search": (False,),
     "length_penalty": (1, 0),  # of beams, and there are none
@@ -41,6 +42,7 @@ _BOTH: Neutral = {
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "no_stop_trim": (False,),
+    "stop_regex": ("", []),
     "allowed_token_ids": ([],),
     "bad_words": ([],),
     "logits_processors": ([],),
@@ -71,6 +73,7 @@ _BOTH: Neutral = {
     "mm_processor_kwargs": ({},),
     # llama.cpp's and others'
     "grammar": ("",),
+    "n_predict": (),
     "num_beams": (1,),
     "no_repeat_ngram_size": (0,),
     "repeat_penalty": (1,),
