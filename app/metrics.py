@@ -6,7 +6,6 @@ Beside Plimsoll's own names stand the few of vLLM's that gateways and dashboards
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
@@ -19,7 +18,7 @@ from prometheus_client import (
     ProcessCollector,
 )
 from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 
 from app.settings import Settings
@@ -72,7 +71,6 @@ _STEP_SECONDS = (
     5.0,
     30.0,
 )
-_ODD_VERSION = re.compile(r"version\s*=(?!\d+(\.\d+)*\s*([;,]|$))", re.ASCII)
 _PROJECTED_BYTES = tuple(float(2**exponent) for exponent in range(16, 38, 2))  # 64 KiB to 64 GiB
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
@@ -159,11 +157,13 @@ class Metrics:
         """Once, when the engine has planned: from now on its levels are on the page."""
         self.registry.register(EngineCollector(engine, self._settings))
 
-    def render(self, accept: str = "") -> tuple[bytes, str]:
-        """The page and its content type, in the format that the `Accept` header asks for."""
-        # The library fails on a version that is not made of numbers.
-        encode, content_type = choose_encoder("" if _ODD_VERSION.search(accept) else accept)
-        return encode(self.registry), content_type
+    def render(self) -> tuple[bytes, str]:
+        """The page and its content type: always the text format, which every scraper reads.
+
+        Not OpenMetrics: the library writes a colon in a name as an underscore there, and the gateways' names
+        have one.
+        """
+        return generate_latest(self.registry), CONTENT_TYPE_PLAIN_0_0_4
 
     # As EngineObserver.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from starlette.responses import Response
 
 from app.errors import json_response
@@ -48,9 +48,9 @@ def operations_router(services: Services) -> APIRouter:
         """Which Plimsoll this is."""
         return json_response({"version": plimsoll_version()})
 
-    async def metrics(request: Request) -> Response:
+    async def metrics() -> Response:
         """For Prometheus."""
-        page, content_type = services.metrics.render(request.headers.get("accept", ""))
+        page, content_type = services.metrics.render()
         return Response(page, headers={"content-type": content_type})
 
     ready: dict[int | str, dict[str, Any]] = {200: {"model": Health}, **describe_errors(503)}
