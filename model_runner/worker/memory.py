@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from model_runner.config import EngineConfig
@@ -53,7 +54,7 @@ def plan(config: EngineConfig, spec: KVCacheSpec, kv_bytes: int, context: int | 
         )
     headroom = spec.headroom_blocks(config.max_num_batched_tokens)
     num_blocks = kv_bytes // spec.block_bytes - headroom
-    needed = spec.sequence_blocks(wished)
+    needed = _longest_blocks(spec, wished)
     if needed <= num_blocks:
         return Plan(wished, num_blocks, headroom)
     fits = largest_model_len(spec, num_blocks, wished)
@@ -69,15 +70,13 @@ def plan(config: EngineConfig, spec: KVCacheSpec, kv_bytes: int, context: int | 
 
 
 def largest_model_len(spec: KVCacheSpec, num_blocks: int, limit: int) -> int:
-    """The longest sequence that fits, in tokens: whole blocks, or `limit`; 0 when none does."""
-    low, high = 0, -(-limit // spec.block_size)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if spec.sequence_blocks(middle * spec.block_size) <= num_blocks:
-            low = middle
-        else:
-            high = middle - 1
-    return min(low * spec.block_size, limit)
+    """The longest request that fits, prompt and output together, in tokens; 0 when none does."""
+    return bisect_right(range(1, limit + 1), num_blocks, key=lambda tokens: _longest_blocks(spec, tokens))
+
+
+def _longest_blocks(spec: KVCacheSpec, max_model_len: int) -> int:
+    """What the door asks for a request of the whole context: its last token is never written."""
+    return spec.sequence_blocks(max(max_model_len - 1, 1))
 
 
 def ample_kv_bytes(config: EngineConfig, spec: KVCacheSpec, max_model_len: int) -> int:
@@ -86,7 +85,7 @@ def ample_kv_bytes(config: EngineConfig, spec: KVCacheSpec, max_model_len: int) 
     Room for `max_num_seqs` sequences of a common length, or for a few of the longest, whichever is more.
     """
     common = config.max_num_seqs * spec.sequence_blocks(min(_COMMON_TOKENS, max_model_len))
-    longest = min(_LONG_SEQUENCES, config.max_num_seqs) * spec.sequence_blocks(max_model_len)
+    longest = min(_LONG_SEQUENCES, config.max_num_seqs) * _longest_blocks(spec, max_model_len)
     headroom = spec.headroom_blocks(config.max_num_batched_tokens)
     return (max(common, longest) + headroom) * spec.block_bytes
 

@@ -30,13 +30,24 @@ logger = logging.getLogger(__name__)
 _SOURCES = Path(__file__).parent / "kernels"
 _COMPILERS = ("g++", "c++")
 _COMPILE_SECONDS = 300.0
+_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-mcpu=native" if platform.machine() in {"aarch64", "arm64"} else "-march=native",
+    # No errno and no floating-point traps: needed to vectorise, and they change no result.
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fPIC",
+    "-shared",
+    "-fopenmp",
+)
 _SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 PANEL_OUTPUTS = 32  # kPanel in kernels/linear.cpp
 
 
 def load_kernels(cache_dir: str | os.PathLike[str]) -> Kernels | None:
-    """The compiled kernels, from `cache_dir` when they were built before for this source, compiler and CPU.
+    """The compiled kernels, from `cache_dir` when they were built before from the same for the same.
 
     None, with the reason logged, where no C++ compiler works.
     """
@@ -60,23 +71,11 @@ def load_kernels(cache_dir: str | os.PathLike[str]) -> Kernels | None:
 
 def _compile(compiler: str, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    arch = "-mcpu=native" if platform.machine() in {"aarch64", "arm64"} else "-march=native"
-    # No errno and no floating-point traps: needed to vectorise, and they change no result.
-    flags = [
-        "-std=c++17",
-        "-O3",
-        arch,
-        "-fno-math-errno",
-        "-fno-trapping-math",
-        "-fPIC",
-        "-shared",
-        "-fopenmp",
-    ]
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         built = Path(folder) / target.name
         sources = [str(path) for path in sorted(_SOURCES.glob("*.cpp"))]
         subprocess.run(
-            [compiler, *flags, *sources, "-o", str(built)],
+            [compiler, *_FLAGS, *sources, "-o", str(built)],
             check=True,
             capture_output=True,
             text=True,
@@ -87,7 +86,7 @@ def _compile(compiler: str, target: Path) -> None:
 
 def _fingerprint() -> str:
     """Of everything that the compiled file depends on and that may change under a cache folder."""
-    digest = hashlib.sha256(platform.machine().encode())
+    digest = hashlib.sha256(" ".join((platform.machine(), *_FLAGS)).encode())
     for path in sorted(_SOURCES.glob("*.[ch]*")):
         digest.update(path.read_bytes())
     cpuinfo = Path("/proc/cpuinfo")
