@@ -12,6 +12,8 @@ import pytest
 
 from tests.e2e.server import Server, eventually, free_port
 
+SHIPPED = Path(__file__).parents[2] / "deploy" / "prometheus" / "prometheus.yml"
+
 needs_prometheus = pytest.mark.skipif(
     shutil.which("prometheus") is None or shutil.which("promtool") is None,
     reason="prometheus and promtool are not installed (Debian: apt-get install prometheus)",
@@ -34,10 +36,10 @@ def test_promtool_finds_nothing_to_complain_of(server: Server) -> None:
 def test_prometheus_sees_the_cache_fill_and_empty(server: Server, tmp_path: Path) -> None:
     port = free_port()
     config = tmp_path / "prometheus.yml"
+    shipped = SHIPPED.read_text()
+    assert "127.0.0.1:8000" in shipped
     config.write_text(
-        "global: {scrape_interval: 1s, scrape_timeout: 1s}\n"
-        "scrape_configs:\n"
-        f"  - {{job_name: plimsoll, static_configs: [{{targets: ['127.0.0.1:{server.port}']}}]}}\n"
+        shipped.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}").replace("interval: 5s", "interval: 1s")
     )
     command = ["prometheus", f"--config.file={config}", f"--web.listen-address=127.0.0.1:{port}"]
     with (tmp_path / "log").open("wb") as log:
