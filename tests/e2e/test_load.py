@@ -8,6 +8,7 @@ import random
 from dataclasses import dataclass
 
 import httpx
+import pytest
 
 from tests.e2e.server import Server, Watch, eventually
 
@@ -119,6 +120,7 @@ def over_the_line(now: dict[str, float]) -> str | None:
     return f"used {used} of {budget}" if not 0 <= used <= budget else None
 
 
+@pytest.mark.timeout(1500)
 def test_two_hundred_mixed_requests(server: Server) -> None:
     rng = random.Random(20)
     requests = mixed(rng)
