@@ -185,10 +185,15 @@ class RequestAssembly:
 
     def _read_prompt(self, prompt_index: int) -> tuple[str, list[ScoredToken]]:
         prompt = self._request.prompts[prompt_index]
-        text = self._request.prompt_texts[prompt_index] or self._tokenizer.decode(prompt)
+        text = self._request.prompt_texts[prompt_index]
+        # A prompt of ids is echoed with its special tokens, as one of text is with what stands for them.
+        of_ids = not text
+        text = text or self._tokenizer.decode(prompt, skip_special_tokens=False)
         if prompt_index not in self._prompt_scores:
             return text, []
-        detokenizer = IncrementalDetokenizer(self._tokenizer, begins_text=True)
+        detokenizer = IncrementalDetokenizer(
+            self._tokenizer, begins_text=True, skip_special_tokens=not of_ids
+        )
         scored = [ScoredToken(prompt[0], 0, None)]
         offset = len(detokenizer.push(prompt[:1]))
         for logprobs in self._prompt_scores[prompt_index]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
 
 from app.preparation import BodyTimeout
 from model_runner import errors
@@ -16,6 +19,9 @@ from model_runner import errors
 INVALID = "invalid_request_error"
 RATE_LIMIT = "rate_limit_exceeded"
 SERVER = "server_error"
+
+_PARTING_SECONDS = 5.0
+_PARTING_BYTES = 32 * 2**20
 
 # class -> (HTTP status, OpenAI's `type`). A class that isn't here is told as its nearest parent.
 TABLE: dict[type[errors.PlimsollError], tuple[int, str]] = {
@@ -86,7 +92,34 @@ def json_response(body: object, status: int = 200, headers: dict[str, str] | Non
 
 
 def error_response(error: errors.PlimsollError, request_id: str) -> Response:
-    return json_response(error_body(error, request_id), status_and_type(error)[0], error_headers(error))
+    kind = Parting if isinstance(error, errors.RequestTooLarge) else Response
+    body = msgspec.json.encode(error_body(error, request_id))
+    return kind(body, status_and_type(error)[0], error_headers(error), "application/json")
+
+
+class Parting(Response):
+    """An answer to a client that is still sending a body which nobody wants.
+
+    It is sent whole at once; then what still comes is dropped, for a while and up to a size, because a socket
+    that is closed with unread bytes in it is reset, and the answer with it.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_and_stay(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                message = {**message, "more_body": True}
+            await send(message)
+
+        await super().__call__(scope, receive, send_and_stay)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_PARTING_SECONDS):
+                dropped = 0
+                while dropped < _PARTING_BYTES:
+                    message = await receive()
+                    dropped += len(message.get("body", b""))
+                    if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                        break
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def unforeseen() -> errors.ServerFault:

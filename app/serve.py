@@ -229,7 +229,8 @@ def _warn_if_open_to_all(settings: Settings, sockets: Sequence[socket.socket]) -
 
 
 def _set_by_signals() -> asyncio.Event:
-    """Set by the first SIGTERM or SIGINT. The second ends the process at once, and the engine with it."""
+    """Set by the first SIGTERM, SIGINT or SIGHUP (a terminal that closes; under nohup that stays ignored).
+    The second ends the process at once, and the engine with it."""
     leaving = asyncio.Event()
     loop = asyncio.get_running_loop()
     first = 0.0
@@ -242,7 +243,9 @@ def _set_by_signals() -> asyncio.Event:
         elif loop.time() - first > _SAME_SIGNAL_SECONDS:
             _leave_now(f"second signal ({received.name}): leaving at once", 128 + received)
 
-    for each in (signal.SIGTERM, signal.SIGINT):
+    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(each) is signal.SIG_IGN and each is signal.SIGHUP:
+            continue
         loop.add_signal_handler(each, on_signal, each)
     return leaving
 

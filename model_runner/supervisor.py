@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 # millisecond.
 _ENGINE_ENVIRONMENT = {"GOMP_SPINCOUNT": "200000"}
 _GRACE_SECONDS = 5.0  # for an engine that was asked to leave
+_STARTUP_PATIENCE = 10.0  # times the last start's length: a silent start of so long is stuck
 _HEALTHY_SECONDS = 60.0  # an engine that lived so long since it was ready clears the record
 
 
@@ -299,8 +300,20 @@ class Supervisor:
         while True:
             await asyncio.sleep(interval)
             # When this process itself was held up, the engine's words may be here, unread.
-            if self.silent_seconds > self._step_timeout and not await process.has_mail():
+            if (overdue := self._overdue()) and not await process.has_mail():
+                return overdue
+
+    def _overdue(self) -> str | None:
+        """What the engine should have done by now. A first start may take as long as it takes (it may be
+        downloading); it shows how long another one may."""
+        if self.up:
+            if self.silent_seconds > self._step_timeout:
                 return f"a step took longer than {self._step_timeout:g} s"
+        elif self._startup_seconds is not None:
+            patience = max(_STARTUP_PATIENCE * self._startup_seconds, self._step_timeout)
+            if self._clock() - max(self._starts_at, self._heard_at) > patience:
+                return f"it said nothing for {patience:.0f} s while it started"
+        return None
 
 
 def _how(code: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import socket
 import threading
 import time
@@ -87,15 +88,28 @@ def test_a_chunked_body_over_the_limit_is_refused_on_the_way(guarded: Server) ->
     def body() -> Iterator[bytes]:
         nonlocal sent
         for _ in range(10_000):
-            sent += 4096
-            yield b"x" * 4096
+            sent += 65536
+            yield b"x" * 65536
 
     headers = {"authorization": "Bearer one"}
     response = guarded.http.post("/v1/completions", content=body(), headers=headers)
     assert response.status_code == 413
     assert str(LIMIT) in response.json()["error"]["message"]
     assert response.headers["connection"] == "close"
-    assert sent < 10_000 * 4096
+    assert sent < 10_000 * 65536
+
+
+def test_a_client_that_sends_all_before_it_reads_gets_the_answer_too(guarded: Server) -> None:
+    """As Python's http.client does; a reset would take the answer with it."""
+    url = httpx.URL(guarded.url)
+    connection = http.client.HTTPConnection("127.0.0.1", url.port, timeout=20)
+    connection.request(
+        "POST", "/v1/completions", body=b"x" * (24 << 20), headers={"Authorization": "Bearer one"}
+    )
+    answer = connection.getresponse()
+    assert answer.status == 413
+    assert b"request_too_large" in answer.read()
+    connection.close()
 
 
 def test_a_body_at_the_limit_is_read(guarded: Server) -> None:

@@ -24,14 +24,18 @@ KILLS, HANGS, RAISES = 901, 902, 903  # prompt tokens
 FIRST_TOKEN = 1000  # the token at position p of choice c is FIRST_TOKEN + 100 * c + p
 
 
+def _is_there(path: object) -> bool:
+    return path is not None and Path(str(path)).exists()
+
+
 class CountingRunner:
     def __init__(self, knobs: dict[str, object]) -> None:
         self.step_seconds = float(str(knobs.get("step_seconds", 0.0)))
-        self.harmless = Path(str(knobs.get("harmless_if", "/nonexistent")))
+        self._knobs = knobs
 
     def execute(self, scheduled: SchedulerOutput) -> RunnerOutput:
         for sequence in scheduled.sequences:
-            if not self.harmless.exists():
+            if not _is_there(self._knobs.get("harmless_if")):
                 self._harm(set(sequence.token_ids))
         time.sleep(self.step_seconds)
         tokens = [FIRST_TOKEN + 100 * sample.choice + sample.position for sample in scheduled.samples]
@@ -48,11 +52,13 @@ class CountingRunner:
 
 def build(config: EngineConfig, on_progress: OnProgress, on_planned: OnPlanned) -> BuiltEngine:
     knobs = json.loads(config.model)
-    if Path(knobs.get("dies_at_start_if", "/nonexistent")).exists():
+    if _is_there(knobs.get("dies_at_start_if")):
         os._exit(3)
-    if Path(knobs.get("is_killed_at_start_if", "/nonexistent")).exists():
+    if _is_there(knobs.get("is_killed_at_start_if")):
         os.kill(os.getpid(), signal.SIGKILL)
-    if Path(knobs.get("fails_at_start_if", "/nonexistent")).exists():
+    if _is_there(knobs.get("hangs_at_start_if")):
+        time.sleep(3600)
+    if _is_there(knobs.get("fails_at_start_if")):
         raise StartupError("no such model")
     spec = KVCacheSpec.from_config(
         {

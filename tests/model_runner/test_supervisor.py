@@ -166,6 +166,25 @@ def test_while_restarting_the_door_is_closed_and_says_for_how_long(start_engine,
     asyncio.run(scenario())
 
 
+def test_a_restart_that_hangs_is_given_up_and_tried_again(start_engine, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        hangs_if = tmp_path / "hangs"
+        policy = DoorPolicy(engine_step_timeout=0.5, first_back_off_seconds=0.05)
+        async with start_engine({"hangs_at_start_if": str(hangs_if)}, policy) as harness:
+            hangs_if.touch()
+            kill_engine(harness)
+            await state_becomes(harness.engine, EngineState.RESTARTING)
+            await asyncio.sleep(0.5)  # the next one has begun, and hangs
+            hangs_if.unlink()
+            async with asyncio.timeout(60):
+                while harness.engine.state is not EngineState.READY:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            assert harness.engine.stats.engine_restarts == 2
+            assert await harness.collect(harness.submit(max_tokens=3)) == {(0, 0): counted(3)}
+
+    asyncio.run(scenario())
+
+
 def test_closing_while_restarting_leaves_nobody_waiting(start_engine, tmp_path: Path) -> None:
     async def scenario() -> None:
         broken = tmp_path / "broken"
