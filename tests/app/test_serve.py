@@ -143,14 +143,15 @@ def test_a_signal_while_it_loads_ends_it_at_once() -> None:
         assert server.ended(15) == 0
 
 
-def test_it_drains_with_an_open_listener() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_it_drains_with_an_open_listener(number: signal.Signals) -> None:
     """What runs finishes, who comes in the meantime is told, and the port stays open until the last end."""
     with running(knobs={"step_seconds": 0.02}) as server, httpx.Client() as client:
         url = server.url()
         with client.stream("POST", f"{url}/v1/completions", json=asked(100, stream=True)) as response:
             events = response.iter_lines()
             next(events)
-            server.process.send_signal(signal.SIGTERM)
+            server.process.send_signal(number)
             server.said("draining")
             assert httpx.get(f"{url}/readyz").status_code == 503
             refused = httpx.post(f"{url}/v1/completions", json=asked(3))
