@@ -260,10 +260,13 @@ class EngineCollector(Collector):
     def _vllm(self) -> Iterator[Metric]:
         stats, model = self._engine.stats, self._engine.model
         labels = {"model_name": self._settings.served_model_name, "engine": "0"}
-        share = stats.used_blocks / stats.blocks_total
+        # What is promised, not what is filled yet: a router must not send more to a door that is shut.
+        share = stats.reserved_bytes / stats.kv_budget_bytes
         yield _gauge("vllm:num_requests_running", "As in vLLM: requests running.", stats.running, labels)
         yield _gauge("vllm:num_requests_waiting", "As in vLLM: requests waiting.", stats.waiting, labels)
-        yield _gauge("vllm:kv_cache_usage_perc", "As in vLLM: blocks in use, from 0 to 1.", share, labels)
+        yield _gauge(
+            "vllm:kv_cache_usage_perc", "As in vLLM, of what is reserved: from 0 to 1.", share, labels
+        )
         config = {
             "block_size": str(model.spec.block_size),
             "cache_dtype": model.dtype,

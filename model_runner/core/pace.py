@@ -14,13 +14,19 @@ _PREFILL_TOKENS_OF_MEMORY = 2048  # the prefill rate is a mean over about this m
 class Pace:
     """Running means of the two speeds. Starts from what the engine measured while it warmed up."""
 
-    decode_step_seconds: float
+    decode_step_seconds: float  # of a step that only decodes
     prefill_tokens_per_second: float
+    # From one token of a sequence to its next, prompts of others that are read in between included: what
+    # those who run really advance by. None until the first step has been seen.
+    token_seconds: float | None = None
 
     def observe(self, stats: StepStats) -> None:
         """Learn from one step. A mixed step's time beyond a plain decode step is charged to its prefill."""
         if stats.step_seconds <= 0:
             return
+        if stats.decode_tokens:
+            before = self.decode_step_seconds if self.token_seconds is None else self.token_seconds
+            self.token_seconds = before + _DECODE_WEIGHT * (stats.step_seconds - before)
         if stats.prefill_tokens == 0:
             if stats.decode_tokens:
                 change = stats.step_seconds - self.decode_step_seconds
@@ -41,4 +47,4 @@ class Pace:
         return tokens / self.prefill_tokens_per_second
 
     def decode_seconds(self, tokens: int) -> float:
-        return tokens * self.decode_step_seconds
+        return tokens * (self.decode_step_seconds if self.token_seconds is None else self.token_seconds)

@@ -92,7 +92,7 @@ def test_the_gateways_names(metrics: Metrics, engine: Engine) -> None:
     labels = "[('engine', '0'), ('model_name', 'smol')]"
     assert now[f"vllm:num_requests_running{labels}"] == 3
     assert now[f"vllm:num_requests_waiting{labels}"] == 2
-    assert now[f"vllm:kv_cache_usage_perc{labels}"] == 12 / 64
+    assert now[f"vllm:kv_cache_usage_perc{labels}"] == 20 * BLOCK_BYTES / engine.stats.kv_budget_bytes
     config = next(name for name in now if name.startswith("vllm:cache_config_info"))
     assert "('block_size', '16')" in config
     assert "('num_gpu_blocks', '64')" in config

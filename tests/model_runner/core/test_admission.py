@@ -224,6 +224,8 @@ def test_pace_learns_from_plain_steps_and_prices_prefill_by_what_it_adds() -> No
         pace.observe(step(0.05 + 0.5, prefill=500, decode=4))
     assert pace.prefill_tokens_per_second == pytest.approx(1000, rel=0.02)
     assert pace.decode_step_seconds == pytest.approx(0.05, rel=0.01)
+    # Those who decode advance by whole steps, the prompts that others have read in them included.
+    assert pace.decode_seconds(10) == pytest.approx(10 * 0.55, rel=0.1)
     pace.observe(step(0.0))
     pace.observe(step(0.04, prefill=500, decode=4))
     assert math.isfinite(pace.prefill_tokens_per_second)

