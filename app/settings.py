@@ -125,7 +125,7 @@ class Settings:
         group=_MEMORY,
         metavar="SIZE",
         parse=memory,
-        shown="a share of the memory, see below",
+        shown="a share of the memory",
         help="All the memory that the KV cache may take: 512MiB, 8GiB.",
         known_as=("--kv-cache-memory-bytes", "--kv-cache-size", "--kv-memory"),
     )
@@ -135,7 +135,8 @@ class Settings:
         metavar="SHARE",
         parse=number(0.01, 0.95),
         help="On a CPU, the share of the memory that is really available (a container's limit counts) to use "
-        "as KV cache when --kv-cache-memory is not given, from 0.01 to 0.95.",
+        "as KV cache when --kv-cache-memory is not given, from 0.01 to 0.95; never more than --max-num-seqs "
+        "sequences of 512 tokens or four of the full context take.",
     )
     gpu_memory_utilization: float = option(
         0.9,
