@@ -135,8 +135,8 @@ class Settings:
         metavar="SHARE",
         parse=number(0.01, 0.95),
         help="On a CPU, the share of the memory that is really available (a container's limit counts) to use "
-        "as KV cache when --kv-cache-memory is not given, from 0.01 to 0.95; never more than --max-num-seqs "
-        "sequences of 512 tokens or four of the full context take.",
+        "as KV cache when --kv-cache-memory is not given, from 0.01 to 0.95; at most what the most "
+        "sequences that may run take at 512 tokens each, or four of the full context.",
     )
     gpu_memory_utilization: float = option(
         0.9,
