@@ -77,11 +77,12 @@ def test_bfloat16_is_as_near_to_float32_as_it_was(
     def prepare(model: nn.Module, modules: list[nn.Module]) -> PagedAttention:
         return accelerate(model, modules, cache_dir=cache_dir).attention
 
-    def typical_error(served: Any) -> float:
+    def judged_error(served: Any) -> float:
         served.generate(prompts, 1)
-        # The median: where experts are routed, a rounding may send a token to another expert, and that one
-        # prompt then differs in either implementation.
-        return statistics.median(
+        # The worst prompt; the median where experts are routed, because there a rounding may send a token to
+        # another expert, and that one prompt then differs in either implementation.
+        judge = statistics.median if family in ("gpt_oss", "qwen3_moe") else max
+        return judge(
             float(
                 (served.sampler.logits[tuple(p)] - exact.sampler.logits[tuple(p)]).norm()
                 / exact.sampler.logits[tuple(p)].norm()
@@ -93,8 +94,8 @@ def test_bfloat16_is_as_near_to_float32_as_it_was(
     exact = serve(model, max_num_batched_tokens=16)
     exact.generate(prompts, 1)
     model = model.bfloat16()
-    plain = typical_error(serve(model, max_num_batched_tokens=16))
-    fast = typical_error(serve(model, max_num_batched_tokens=16, prepare=prepare))
+    plain = judged_error(serve(model, max_num_batched_tokens=16))
+    fast = judged_error(serve(model, max_num_batched_tokens=16, prepare=prepare))
     assert fast < 1.5 * plain + 0.01
 
 
