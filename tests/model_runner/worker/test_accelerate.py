@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,13 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def prompts(families: Any) -> list[list[int]]:
+def prompts() -> list[list[int]]:
+    return random_prompts(LENGTHS)
+
+
+def random_prompts(lengths: Iterable[int]) -> list[list[int]]:
     generator = torch.Generator().manual_seed(5)
-    return [torch.randint(1, 512, (length,), generator=generator).tolist() for length in LENGTHS]
+    return [torch.randint(1, 512, (length,), generator=generator).tolist() for length in lengths]
 
 
 def has_native_linear(cache_dir: Path) -> bool:
@@ -72,31 +77,34 @@ def test_float32_gives_the_same_tokens(
 
 
 def test_bfloat16_is_as_near_to_float32_as_it_was(
-    family: str, families: Any, serve: Any, cache_dir: Path, prompts: list[list[int]]
+    family: str, families: Any, serve: Any, cache_dir: Path
 ) -> None:
+    prompts = random_prompts(range(2, 34))
+
     def prepare(model: nn.Module, modules: list[nn.Module]) -> PagedAttention:
         return accelerate(model, modules, cache_dir=cache_dir).attention
 
-    def judged_error(served: Any) -> float:
-        served.generate(prompts, 1)
-        # The worst prompt; the median where experts are routed, because there a rounding may send a token to
-        # another expert, and that one prompt then differs in either implementation.
-        judge = statistics.median if family in ("gpt_oss", "qwen3_moe") else max
-        return judge(
-            float(
-                (served.sampler.logits[tuple(p)] - exact.sampler.logits[tuple(p)]).norm()
-                / exact.sampler.logits[tuple(p)].norm()
-            )
+    def typical_error(served: Any) -> float:
+        """Root mean square over the prompts: one prompt's error is a matter of luck, in either arithmetic."""
+        for p in prompts:
+            served.generate([p], 1)
+        errors = [
+            float((served.sampler.logits[tuple(p)] - exact.sampler.logits[tuple(p)]).norm())
+            / float(exact.sampler.logits[tuple(p)].norm())
             for p in prompts
-        )
+        ]
+        return statistics.fmean(error**2 for error in errors) ** 0.5
 
-    model = families.make(family)
+    # Every expert takes part: else a rounding may send a token to another one, a jump in any arithmetic.
+    routed = {"num_experts_per_tok": 4} if family in ("gpt_oss", "qwen3_moe") else {}
+    model = families.make(family, **routed)
     exact = serve(model, max_num_batched_tokens=16)
-    exact.generate(prompts, 1)
+    for p in prompts:
+        exact.generate([p], 1)
     model = model.bfloat16()
-    plain = judged_error(serve(model, max_num_batched_tokens=16))
-    fast = judged_error(serve(model, max_num_batched_tokens=16, prepare=prepare))
-    assert fast < 1.5 * plain + 0.01
+    plain = typical_error(serve(model, max_num_batched_tokens=16))
+    fast = typical_error(serve(model, max_num_batched_tokens=16, prepare=prepare))
+    assert fast < 1.25 * plain
 
 
 @pytest.mark.parametrize(
