@@ -13,7 +13,7 @@ from app import logs
 from app.settings import Settings
 from app.sizes import format_size
 from app.version import plimsoll_version
-from model_runner.core.kv_spec import KVCacheSpec
+from model_runner.core.block_layout import BlockLayout
 from model_runner.messages import Loading, ModelInfo
 
 _SHORT_REQUEST = 1024  # tokens
@@ -70,17 +70,20 @@ class LoadingReport:
 
 def plan_rows(settings: Settings, model: ModelInfo) -> list[tuple[str, str]]:
     """The start-up table: names and values, in words."""
-    spec = model.spec
+    layout = model.layout
     threads = f", {_count(model.num_threads, 'thread')}" if model.device == "cpu" else ""
     rows = [
         ("model", f"{settings.served_model_name} ({model.architecture})"),
         ("weights", f"{format_size(model.weights_bytes)}, {model.dtype} on {model.device}{threads}"),
-        ("KV per token", f"{spec.bytes_per_token:,} bytes ({format_size(spec.bytes_per_token)})"),
+        ("KV per token", f"{layout.bytes_per_token:,} bytes ({format_size(layout.bytes_per_token)})"),
         ("KV budget", format_size(model.kv_budget_bytes) + _aside(model)),
-        ("blocks", f"{model.num_blocks:,} of {spec.block_size} tokens, {format_size(spec.block_bytes)} each"),
+        (
+            "blocks",
+            f"{model.num_blocks:,} of {layout.block_size} tokens, {format_size(layout.block_bytes)} each",
+        ),
     ]
-    if len(spec.groups) > 1:
-        rows.append(("layer groups", layer_groups(spec)))
+    if len(layout.groups) > 1:
+        rows.append(("layer groups", layer_groups(layout)))
     context = model.max_model_len
     fitting = f"{_fitting(model, context, settings)} of the full context ({context:,} tokens)"
     if context > _SHORT_REQUEST:
@@ -92,25 +95,25 @@ def plan_rows(settings: Settings, model: ModelInfo) -> list[tuple[str, str]]:
 def _aside(model: ModelInfo) -> str:
     if not model.headroom_blocks:
         return ""
-    aside = format_size(model.headroom_blocks * model.spec.block_bytes)
+    aside = format_size(model.headroom_blocks * model.layout.block_bytes)
     return f", and {aside} aside for prompts in flight through sliding windows"
 
 
 def _fitting(model: ModelInfo, tokens: int, settings: Settings) -> str:
     """How many requests of `tokens` (prompt and output together) fit; the last token is never cached."""
-    fitting = model.spec.max_sequences(max(tokens - 1, 1), model.num_blocks)
+    fitting = model.layout.max_sequences(max(tokens - 1, 1), model.num_blocks)
     words = _count(fitting, "request")
     limit = settings.max_num_seqs
     return words if fitting <= limit else f"{words} (--max-num-seqs lets {limit:,} run)"
 
 
-def layer_groups(spec: KVCacheSpec) -> str:
+def layer_groups(layout: BlockLayout) -> str:
     """`1 full and 11 sliding (window 512), of 2 layers each`"""
-    counts = Counter((group.kind, group.window) for group in spec.groups)
+    counts = Counter((group.kind, group.window) for group in layout.groups)
     kinds = [
         f"{n} {kind}" + (f" (window {window:,})" if window else "") for (kind, window), n in counts.items()
     ]
-    return f"{' and '.join(kinds)}, of {_count(spec.layers_per_group, 'layer')} each"
+    return f"{' and '.join(kinds)}, of {_count(layout.layers_per_group, 'layer')} each"
 
 
 def _count(number: int, noun: str) -> str:

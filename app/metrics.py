@@ -235,7 +235,7 @@ class EngineCollector(Collector):
         yield _gauge(
             f"{cache}_bytes_per_token",
             "Of one token in all layers, while all grow.",
-            model.spec.bytes_per_token,
+            model.layout.bytes_per_token,
         )
         yield _gauge("plimsoll_model_weights_bytes", "Weights, as they lie in memory.", model.weights_bytes)
         yield _info(
@@ -268,7 +268,7 @@ class EngineCollector(Collector):
             "vllm:kv_cache_usage_perc", "As in vLLM, of what is reserved: from 0 to 1.", share, labels
         )
         config = {
-            "block_size": str(model.spec.block_size),
+            "block_size": str(model.layout.block_size),
             "cache_dtype": model.dtype,
             "enable_prefix_caching": "False",
             "engine": "0",

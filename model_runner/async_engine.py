@@ -196,7 +196,7 @@ class AsyncEngine:
         """Known from the return of `start` on."""
         dispatcher, model = self._dispatcher, self.model
         assert dispatcher is not None
-        admission, block_bytes = dispatcher.admission, model.spec.block_bytes
+        admission, block_bytes = dispatcher.admission, model.layout.block_bytes
         return EngineStats(
             kv_budget_bytes=model.kv_budget_bytes,
             reserved_bytes=admission.reserved_blocks * block_bytes,
@@ -254,9 +254,9 @@ class AsyncEngine:
     def _projected_bytes(self, submission: Submission) -> int:
         if self._model is None or not all(submission.prompts):
             return 0
-        params, spec = submission.params, self._model.spec
+        params, layout = submission.params, self._model.layout
         lengths = [len(prompt) for prompt in submission.prompts]
-        return price_blocks(spec, lengths, params.max_tokens, params.n) * spec.block_bytes
+        return price_blocks(layout, lengths, params.max_tokens, params.n) * layout.block_bytes
 
     # ---- the supervisor's side
 
@@ -292,12 +292,12 @@ class AsyncEngine:
             # What was decided once stays: what waits in the queue was priced by it.
             self._supervisor.config = msgspec.structs.replace(
                 self._supervisor.config,
-                kv_cache_memory_bytes=(model.num_blocks + model.headroom_blocks) * model.spec.block_bytes,
+                kv_cache_memory_bytes=(model.num_blocks + model.headroom_blocks) * model.layout.block_bytes,
                 max_model_len=model.max_model_len,
                 max_model_len_auto=False,
             )
             self._planned.set()
-        elif (model.spec, model.num_blocks) != (self._model.spec, self._model.num_blocks):
+        elif (model.layout, model.num_blocks) != (self._model.layout, self._model.num_blocks):
             raise EngineMisbehaved("it came with another price list or budget than the one before it")
 
     def _new_dispatcher(self, model: ModelInfo) -> Dispatcher:
@@ -310,7 +310,7 @@ class AsyncEngine:
                 decode_step_seconds=0.1, prefill_tokens_per_second=1000.0
             ),  # replaced before it is used
         )
-        return Dispatcher(model.spec, admission, self._observer, self._send)
+        return Dispatcher(model.layout, admission, self._observer, self._send)
 
     def _serve(self, ready: Ready) -> None:
         assert self._dispatcher is not None

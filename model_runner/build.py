@@ -11,7 +11,7 @@ from torch import nn
 
 from model_runner import engine_process, model_files
 from model_runner.config import EngineConfig
-from model_runner.core.kv_spec import KVCacheSpec
+from model_runner.core.block_layout import BlockLayout
 from model_runner.engine import EngineCore
 from model_runner.engine_process import BuiltEngine
 from model_runner.errors import DoesNotFit
@@ -40,7 +40,7 @@ class _Choices:
     source: Source
     device: torch.device
     dtype: torch.dtype
-    spec: KVCacheSpec
+    layout: BlockLayout
     weights_bytes: int
     num_threads: int
 
@@ -69,7 +69,7 @@ def build_engine(
         plan = _plan_on_cpu(config, chosen)
         on_planned(_model_info(chosen, plan))
     model = load_model(chosen.source, chosen.dtype, chosen.device, on_progress)
-    modules = attention_modules(model, chosen.spec)
+    modules = attention_modules(model, chosen.layout)
     execution = accelerate(model, modules, cache_dir=config.cache_dir, mode=config.compile)
     loaded = _Loaded(model, modules, execution.attention)
     if not on_cpu:
@@ -78,15 +78,18 @@ def build_engine(
     on_progress("warming up", 0.0)
     runner = _make_runner(chosen, loaded, plan.blocks_total)
     measured = {
-        "decode_step_seconds": warmup.measure_decode_seconds(runner, chosen.spec, plan.blocks_total),
+        "decode_step_seconds": warmup.measure_decode_seconds(runner, chosen.layout, plan.blocks_total),
         "prefill_tokens_per_second": warmup.measure_prefill_rate(
-            runner, chosen.spec, plan.blocks_total, min(config.max_num_batched_tokens, _WARMUP_PREFILL_TOKENS)
+            runner,
+            chosen.layout,
+            plan.blocks_total,
+            min(config.max_num_batched_tokens, _WARMUP_PREFILL_TOKENS),
         ),
     }
     on_progress("warming up", 1.0)
     info = _model_info(chosen, plan)
     core = EngineCore(
-        chosen.spec,
+        chosen.layout,
         runner,
         num_blocks=plan.num_blocks,
         headroom_blocks=plan.headroom_blocks,
@@ -104,14 +107,14 @@ def _choose(config: EngineConfig, on_progress: OnProgress) -> _Choices:
     source = read_source(files)
     device = machine.choose_device(config.device)
     dtype = machine.choose_dtype(config.dtype, device, source.config.dtype)
-    spec = KVCacheSpec.from_config(
+    layout = BlockLayout.from_config(
         source.config.to_dict(), block_size=config.block_size, element_bytes=dtype.itemsize
     )
     return _Choices(
         source=source,
         device=device,
         dtype=dtype,
-        spec=spec,
+        layout=layout,
         weights_bytes=weights_bytes(source, dtype),
         num_threads=machine.choose_num_threads(config.num_threads),
     )
@@ -123,26 +126,26 @@ def _plan_on_cpu(config: EngineConfig, chosen: _Choices) -> Plan:
     kv_bytes = config.kv_cache_memory_bytes
     if kv_bytes is None:
         share = memory.cpu_kv_bytes(config, available, chosen.weights_bytes)
-        longest = memory.plan(config, chosen.spec, share, context).max_model_len
-        kv_bytes = min(share, memory.ample_kv_bytes(config, chosen.spec, longest))
+        longest = memory.plan(config, chosen.layout, share, context).max_model_len
+        kv_bytes = min(share, memory.ample_kv_bytes(config, chosen.layout, longest))
     elif chosen.weights_bytes + kv_bytes > available:
         raise DoesNotFit(
             f"The weights ({mib(chosen.weights_bytes)}) and --kv-cache-memory {mib(kv_bytes)} together are "
             f"more than the {mib(available)} of memory available."
         )
-    return memory.plan(config, chosen.spec, kv_bytes, context)
+    return memory.plan(config, chosen.layout, kv_bytes, context)
 
 
 def _plan_on_cuda(config: EngineConfig, chosen: _Choices, loaded: _Loaded) -> Plan:
     """Give the cache what the device has left beside the weights and a worst-case forward, which is run."""
     kv_bytes = config.kv_cache_memory_bytes
     if kv_bytes is None:
-        spec, device = chosen.spec, chosen.device
-        blocks = -(-config.max_num_batched_tokens // spec.block_size)
+        layout, device = chosen.layout, chosen.device
+        blocks = -(-config.max_num_batched_tokens // layout.block_size)
         torch.cuda.reset_peak_memory_stats(device)
         runner = _make_runner(chosen, loaded, blocks)
-        warmup.run_worst_case(runner, spec, blocks, config.max_num_batched_tokens, config.max_num_seqs)
-        peak = torch.cuda.max_memory_allocated(device) - blocks * spec.block_bytes
+        warmup.run_worst_case(runner, layout, blocks, config.max_num_batched_tokens, config.max_num_seqs)
+        peak = torch.cuda.max_memory_allocated(device) - blocks * layout.block_bytes
         del runner
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
@@ -154,13 +157,13 @@ def _plan_on_cuda(config: EngineConfig, chosen: _Choices, loaded: _Loaded) -> Pl
                 f"{config.gpu_memory_utilization} allows {mib(int(total * config.gpu_memory_utilization))}; "
                 f"the weights and a forward pass take {mib(peak)}, other processes {mib(others)}."
             )
-    return memory.plan(config, chosen.spec, kv_bytes, chosen.source.context)
+    return memory.plan(config, chosen.layout, kv_bytes, chosen.source.context)
 
 
 def _make_runner(chosen: _Choices, loaded: _Loaded, blocks_total: int) -> ModelRunner:
-    kv_cache = allocate_kv_cache(chosen.spec, blocks_total, chosen.dtype, chosen.device)
+    kv_cache = allocate_kv_cache(chosen.layout, blocks_total, chosen.dtype, chosen.device)
     return ModelRunner(
-        loaded.model, loaded.attention_modules, chosen.spec, kv_cache, Sampler(), loaded.attention
+        loaded.model, loaded.attention_modules, chosen.layout, kv_cache, Sampler(), loaded.attention
     )
 
 
@@ -172,7 +175,7 @@ def _model_info(chosen: _Choices, plan: Plan) -> ModelInfo:
         max_model_len=plan.max_model_len,
         vocab_size=chosen.source.config.vocab_size,
         eos_token_ids=chosen.source.eos_token_ids,
-        spec=chosen.spec,
+        layout=chosen.layout,
         num_blocks=plan.num_blocks,
         headroom_blocks=plan.headroom_blocks,
         weights_bytes=chosen.weights_bytes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from model_runner.core.kv_spec import KVCacheSpec
+from model_runner.core.block_layout import BlockLayout
 from model_runner.core.output import Runner, SchedulerOutput
 from model_runner.core.scheduler import Scheduler
 from model_runner.messages import Submit
@@ -48,7 +48,7 @@ class EngineCore:
 
     def __init__(
         self,
-        spec: KVCacheSpec,
+        layout: BlockLayout,
         runner: Runner,
         *,
         num_blocks: int,
@@ -60,7 +60,7 @@ class EngineCore:
     ) -> None:
         self.runner = runner
         self.scheduler = Scheduler(
-            spec,
+            layout,
             num_blocks=num_blocks,
             headroom_blocks=headroom_blocks,
             max_num_seqs=max_num_seqs,

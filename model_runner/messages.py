@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from model_runner.core.kv_spec import KVCacheSpec
+from model_runner.core.block_layout import BlockLayout
 from model_runner.types import ChoiceOutput, SamplingParams, StepStats
 
 
@@ -47,7 +47,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    spec: KVCacheSpec
+    layout: BlockLayout
     num_blocks: int  # that requests may reserve
     headroom_blocks: int  # kept aside, once per engine, for sliding layers' prefill chunk in flight
     weights_bytes: int
@@ -55,7 +55,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_budget_bytes(self) -> int:
-        return self.num_blocks * self.spec.block_bytes
+        return self.num_blocks * self.layout.block_bytes
 
 
 class Loading(msgspec.Struct, frozen=True, tag="loading"):

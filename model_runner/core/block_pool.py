@@ -10,7 +10,7 @@ assert.
 
 from __future__ import annotations
 
-from model_runner.core.kv_spec import KVCacheSpec
+from model_runner.core.block_layout import BlockLayout
 
 FREED = -1  # in a block table: a block that a sliding window has left behind
 
@@ -85,13 +85,15 @@ class BlockTables:
 
     __slots__ = ("_first_held", "block_size", "lease", "next_trim", "shares_last_block", "tables", "windows")
 
-    def __init__(self, spec: KVCacheSpec, lease: BlockLease) -> None:
+    def __init__(self, layout: BlockLayout, lease: BlockLease) -> None:
         self.lease = lease
-        self.block_size = spec.block_size
-        self.windows = [(g, group.window) for g, group in enumerate(spec.groups) if group.window is not None]
-        self.tables: list[list[int]] = [[] for _ in spec.groups]
+        self.block_size = layout.block_size
+        self.windows = [
+            (g, group.window) for g, group in enumerate(layout.groups) if group.window is not None
+        ]
+        self.tables: list[list[int]] = [[] for _ in layout.groups]
         self.shares_last_block = False  # with other choices, so that a write must copy it first
-        self._first_held = [0] * len(spec.groups)
+        self._first_held = [0] * len(layout.groups)
         self.next_trim = self._find_next_trim()  # the position from which trim() has something to free
 
     @property

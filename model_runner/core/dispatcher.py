@@ -17,7 +17,7 @@ from typing import Protocol
 
 from model_runner.core import refusals
 from model_runner.core.admission import AdmissionController, Admitted, Ask, Part, Rejected
-from model_runner.core.kv_spec import KVCacheSpec
+from model_runner.core.block_layout import BlockLayout
 from model_runner.errors import EngineDied, PlimsollError, Reason
 from model_runner.messages import Abort, StepDone, Submit, ToEngine
 from model_runner.types import ChoiceOutput, Ending, EngineObserver, FinishReason, SamplingParams
@@ -88,12 +88,12 @@ class Dispatcher:
 
     def __init__(
         self,
-        spec: KVCacheSpec,
+        layout: BlockLayout,
         admission: AdmissionController,
         observer: EngineObserver,
         send: Callable[[ToEngine], None],
     ) -> None:
-        self.spec = spec
+        self.layout = layout
         self.admission = admission
         self.observer = observer
         self.epoch = 0
@@ -122,7 +122,7 @@ class Dispatcher:
     def submit(self, submission: Submission, listener: Listener, now: float) -> LiveRequest:
         """Decide at once. Raises KVCacheBudgetExceeded, QueueFull or WaitTooLong, and remembers nothing."""
         ask = self._price(submission)
-        projected_bytes = ask.blocks * self.spec.block_bytes
+        projected_bytes = ask.blocks * self.layout.block_bytes
         decision = self.admission.decide(ask, now)
         if isinstance(decision, Rejected):
             error = self._refusal(decision, ask, submission)
@@ -238,7 +238,7 @@ class Dispatcher:
         parts = tuple(
             Part(
                 part_id=f"{self._serial}-{index}",
-                blocks=self.spec.request_blocks(len(prompt), params.max_tokens, params.n),
+                blocks=self.layout.request_blocks(len(prompt), params.max_tokens, params.n),
                 sequences=params.n,
                 prompt_tokens=len(prompt),
                 max_tokens=params.max_tokens,
@@ -250,13 +250,13 @@ class Dispatcher:
     def _refusal(self, rejected: Rejected, ask: Ask, submission: Submission) -> PlimsollError:
         if rejected.reason is Reason.KV_CACHE_BUDGET_EXCEEDED:
             return refusals.never_fits(
-                self.spec,
+                self.layout,
                 [part.prompt_tokens for part in ask.parts],
                 submission.params.max_tokens,
                 submission.params.n,
                 budget_blocks=self.admission.num_blocks,
             )
-        return refusals.come_back(rejected, ask, self.admission, self.spec.block_bytes)
+        return refusals.come_back(rejected, ask, self.admission, self.layout.block_bytes)
 
     def _launch(self, asks: Iterable[Ask], now: float) -> None:
         for ask in asks:

@@ -16,7 +16,7 @@ class ScheduledSequence:
     sequence_id: int  # unique for the engine's lifetime
     token_ids: Sequence[int]  # the new tokens, at positions start … start + len - 1
     start: int  # tokens already in the cache
-    # One table per layer group, parallel to KVCacheSpec.groups. Entry i is the block that holds tokens
+    # One table per layer group, parallel to BlockLayout.groups. Entry i is the block that holds tokens
     # [i * block_size, (i + 1) * block_size); FREED (-1) where a sliding window has left it behind. The lists
     # are the scheduler's own, shared to avoid copies: read them during execute(), never keep or change them.
     block_tables: Sequence[Sequence[int]]

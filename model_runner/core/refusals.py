@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from model_runner.core.admission import AdmissionController, Ask, Rejected
-from model_runner.core.kv_spec import KVCacheSpec
+from model_runner.core.block_layout import BlockLayout
 from model_runner.errors import (
     KVCacheBudgetExceeded,
     LoadError,
@@ -28,21 +28,21 @@ def size(num_bytes: int) -> str:
     return f"{num_bytes / 1024:.1f} KiB"
 
 
-def price_blocks(spec: KVCacheSpec, prompt_tokens: Sequence[int], max_tokens: int, n: int) -> int:
+def price_blocks(layout: BlockLayout, prompt_tokens: Sequence[int], max_tokens: int, n: int) -> int:
     """Blocks of a whole request: one prompt length for each of its prompts, n choices for each."""
-    return sum(spec.request_blocks(tokens, max_tokens, n) for tokens in prompt_tokens)
+    return sum(layout.request_blocks(tokens, max_tokens, n) for tokens in prompt_tokens)
 
 
 def largest_max_tokens(
-    spec: KVCacheSpec, prompt_tokens: Sequence[int], n: int, *, budget_blocks: int, limit: int
+    layout: BlockLayout, prompt_tokens: Sequence[int], n: int, *, budget_blocks: int, limit: int
 ) -> int:
     """The largest max_tokens, at most `limit`, at which the request could be admitted; 0 if none."""
     if len(prompt_tokens) == 1:
-        return spec.largest_max_tokens(prompt_tokens[0], n, budget_blocks, limit)
+        return layout.largest_max_tokens(prompt_tokens[0], n, budget_blocks, limit)
     fits, too_many = 0, limit + 1
     while too_many - fits > 1:
         middle = (fits + too_many) // 2
-        if price_blocks(spec, prompt_tokens, middle, n) <= budget_blocks:
+        if price_blocks(layout, prompt_tokens, middle, n) <= budget_blocks:
             fits = middle
         else:
             too_many = middle
@@ -50,11 +50,11 @@ def largest_max_tokens(
 
 
 def never_fits(
-    spec: KVCacheSpec, prompt_tokens: Sequence[int], max_tokens: int, n: int, *, budget_blocks: int
+    layout: BlockLayout, prompt_tokens: Sequence[int], max_tokens: int, n: int, *, budget_blocks: int
 ) -> KVCacheBudgetExceeded:
-    required = price_blocks(spec, prompt_tokens, max_tokens, n) * spec.block_bytes
-    budget = budget_blocks * spec.block_bytes
-    largest = largest_max_tokens(spec, prompt_tokens, n, budget_blocks=budget_blocks, limit=max_tokens)
+    required = price_blocks(layout, prompt_tokens, max_tokens, n) * layout.block_bytes
+    budget = budget_blocks * layout.block_bytes
+    largest = largest_max_tokens(layout, prompt_tokens, n, budget_blocks=budget_blocks, limit=max_tokens)
     advice = (
         f"The largest max_tokens that would fit is {largest}."
         if largest

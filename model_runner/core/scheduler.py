@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 
+from model_runner.core.block_layout import BlockLayout
 from model_runner.core.block_pool import BlockLease, BlockPool, BlockTables
-from model_runner.core.kv_spec import KVCacheSpec
 from model_runner.core.output import RunnerOutput, SampleRow, ScheduledSequence, SchedulerOutput
 from model_runner.core.request import Choice, Request, RequestStatus
 from model_runner.types import ChoiceOutput, FinishReason, SamplingParams, TokenLogprobs
@@ -31,7 +31,7 @@ class Scheduler:
 
     def __init__(
         self,
-        spec: KVCacheSpec,
+        layout: BlockLayout,
         *,
         num_blocks: int,
         headroom_blocks: int,
@@ -42,7 +42,7 @@ class Scheduler:
     ) -> None:
         if not 1 <= max_num_seqs <= max_num_batched_tokens:
             raise ValueError(f"{max_num_seqs=} must be in 1 … {max_num_batched_tokens=}")
-        self.spec = spec
+        self.layout = layout
         self.num_blocks = num_blocks
         self.headroom_blocks = headroom_blocks
         self.max_num_seqs = max_num_seqs
@@ -72,7 +72,7 @@ class Scheduler:
         """Take an admitted prompt. A duplicate id, a reservation below the price or more reservations than
         blocks are programmer errors."""
         assert request_id not in self._requests, f"{request_id} is already here"
-        price = self.spec.request_blocks(len(prompt_token_ids), params.max_tokens, params.n)
+        price = self.layout.request_blocks(len(prompt_token_ids), params.max_tokens, params.n)
         assert reserved_blocks >= price, f"{request_id} reserved {reserved_blocks} blocks of {price}"
         self.reserved_blocks += reserved_blocks
         assert self.reserved_blocks <= self.num_blocks, "more blocks are reserved than there are"
@@ -150,7 +150,7 @@ class Scheduler:
             params=params,
             choices=[Choice(index, first_id + index) for index in range(params.n)],
             lease=lease,
-            tables=BlockTables(self.spec, lease),
+            tables=BlockTables(self.layout, lease),
             stop_token_ids=stop_token_ids,
             max_output_tokens=min(params.max_tokens, self.max_model_len - len(prompt_token_ids)),
             banned_token_ids=tuple(sorted(stop_token_ids)),
@@ -169,7 +169,7 @@ class Scheduler:
         position = len(request.prompt_token_ids) + len(choice.output_token_ids) - 1
         if tables.shares_last_block:
             copies += tables.unshare_last_block()
-        elif position % self.spec.block_size == 0:
+        elif position % self.layout.block_size == 0:
             tables.grow(position + 1)
         samples.append(self._sample_row(request, choice, len(sequences)))
         sequences.append(
@@ -213,8 +213,8 @@ class Scheduler:
         All groups grow by the same blocks. One token always fits the reservation: that is what it was priced
         for.
         """
-        lease, have, block_size = request.lease, request.tables.num_blocks, self.spec.block_size
-        groups = len(self.spec.groups)
+        lease, have, block_size = request.lease, request.tables.num_blocks, self.layout.block_size
+        groups = len(self.layout.groups)
         start = request.num_computed_tokens
         affordable = (lease.reserved + headroom - lease.held) // groups
         room = (have + affordable) * block_size - start

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from model_runner.core.kv_spec import KVCacheSpec
+from model_runner.core.block_layout import BlockLayout
 
 IMPLEMENTATION = "plimsoll_paged"
 LAYER_ATTRIBUTE = "plimsoll_layer"
@@ -248,7 +248,7 @@ class PagedLayer:
 
 def bind_layers(
     modules: Iterable[nn.Module],
-    spec: KVCacheSpec,
+    layout: BlockLayout,
     kv_cache: Tensor,
     context: StepContext,
     attention: PagedAttention,
@@ -256,7 +256,7 @@ def bind_layers(
     """Give each attention module (in layer order) its views of the cache."""
     placed = {
         layer: (g, j, group.window)
-        for g, group in enumerate(spec.groups)
+        for g, group in enumerate(layout.groups)
         for j, layer in enumerate(group.layers)
     }
     for layer, module in enumerate(modules):

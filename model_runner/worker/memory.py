@@ -6,7 +6,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from model_runner.config import EngineConfig
-from model_runner.core.kv_spec import KVCacheSpec
+from model_runner.core.block_layout import BlockLayout
 from model_runner.errors import DoesNotFit
 
 _COMMON_TOKENS = 512
@@ -39,7 +39,7 @@ def cpu_kv_bytes(config: EngineConfig, available_bytes: int, weights_bytes: int)
     return int((available_bytes - weights_bytes) * config.cpu_memory_utilization)
 
 
-def plan(config: EngineConfig, spec: KVCacheSpec, kv_bytes: int, context: int | None) -> Plan:
+def plan(config: EngineConfig, layout: BlockLayout, kv_bytes: int, context: int | None) -> Plan:
     """Cut `kv_bytes` into blocks, and settle the longest request.
 
     `context` is the model's own, in tokens, when it declares one. Raises DoesNotFit when one request of
@@ -52,42 +52,42 @@ def plan(config: EngineConfig, spec: KVCacheSpec, kv_bytes: int, context: int | 
         raise DoesNotFit(
             f"--max-model-len {wished} is more than the model's own context of {context} tokens."
         )
-    headroom = spec.headroom_blocks(config.max_num_batched_tokens)
-    num_blocks = kv_bytes // spec.block_bytes - headroom
-    needed = _longest_blocks(spec, wished)
+    headroom = layout.headroom_blocks(config.max_num_batched_tokens)
+    num_blocks = kv_bytes // layout.block_bytes - headroom
+    needed = _longest_blocks(layout, wished)
     if needed <= num_blocks:
         return Plan(wished, num_blocks, headroom)
-    fits = largest_model_len(spec, num_blocks, wished)
+    fits = largest_model_len(layout, num_blocks, wished)
     if config.max_model_len_auto and fits > 0:
         return Plan(fits, num_blocks, headroom)
     shorter = f", or --max-model-len {fits} or less (`auto` chooses it)" if fits else ""
     raise DoesNotFit(
-        f"One request of {wished} tokens needs {mib(needed * spec.block_bytes)} of KV cache, but only "
-        f"{mib(max(0, num_blocks) * spec.block_bytes)} are left for requests (of {mib(kv_bytes)}, less "
-        f"{mib(headroom * spec.block_bytes)} kept for prefills in flight). "
-        f"Give --kv-cache-memory {_option((needed + headroom) * spec.block_bytes)} or more{shorter}."
+        f"One request of {wished} tokens needs {mib(needed * layout.block_bytes)} of KV cache, but only "
+        f"{mib(max(0, num_blocks) * layout.block_bytes)} are left for requests (of {mib(kv_bytes)}, less "
+        f"{mib(headroom * layout.block_bytes)} kept for prefills in flight). "
+        f"Give --kv-cache-memory {_option((needed + headroom) * layout.block_bytes)} or more{shorter}."
     )
 
 
-def largest_model_len(spec: KVCacheSpec, num_blocks: int, limit: int) -> int:
+def largest_model_len(layout: BlockLayout, num_blocks: int, limit: int) -> int:
     """The longest request that fits, prompt and output together, in tokens; 0 when none does."""
-    return bisect_right(range(1, limit + 1), num_blocks, key=lambda tokens: _longest_blocks(spec, tokens))
+    return bisect_right(range(1, limit + 1), num_blocks, key=lambda tokens: _longest_blocks(layout, tokens))
 
 
-def _longest_blocks(spec: KVCacheSpec, max_model_len: int) -> int:
+def _longest_blocks(layout: BlockLayout, max_model_len: int) -> int:
     """What the door asks for a request of the whole context: its last token is never written."""
-    return spec.sequence_blocks(max(max_model_len - 1, 1))
+    return layout.sequence_blocks(max(max_model_len - 1, 1))
 
 
-def ample_kv_bytes(config: EngineConfig, spec: KVCacheSpec, max_model_len: int) -> int:
+def ample_kv_bytes(config: EngineConfig, layout: BlockLayout, max_model_len: int) -> int:
     """More than this is not taken unasked: a small model would claim gigabytes that it hardly ever uses.
 
     Room for `max_num_seqs` sequences of a common length, or for a few of the longest, whichever is more.
     """
-    common = config.max_num_seqs * spec.sequence_blocks(min(_COMMON_TOKENS, max_model_len))
-    longest = min(_LONG_SEQUENCES, config.max_num_seqs) * _longest_blocks(spec, max_model_len)
-    headroom = spec.headroom_blocks(config.max_num_batched_tokens)
-    return (max(common, longest) + headroom) * spec.block_bytes
+    common = config.max_num_seqs * layout.sequence_blocks(min(_COMMON_TOKENS, max_model_len))
+    longest = min(_LONG_SEQUENCES, config.max_num_seqs) * _longest_blocks(layout, max_model_len)
+    headroom = layout.headroom_blocks(config.max_num_batched_tokens)
+    return (max(common, longest) + headroom) * layout.block_bytes
 
 
 def mib(size: int) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from model_runner.core.kv_spec import KVCacheSpec
+from model_runner.core.block_layout import BlockLayout
 from model_runner.core.output import RunnerOutput, SampleRow, ScheduledSequence, SchedulerOutput
 from model_runner.types import TokenLogprobs
 from model_runner.worker.attention import PagedAttention, StepContext, bind_layers, torch_paged_attention
@@ -59,18 +59,18 @@ class ModelRunner:
         self,
         model: nn.Module,
         attention_modules: Sequence[nn.Module],
-        spec: KVCacheSpec,
+        layout: BlockLayout,
         kv_cache: Tensor,
         sampler: Sample,
         attention: PagedAttention = torch_paged_attention,
     ) -> None:
         """`attention_modules` are the model's, in layer order; `kv_cache` is allocate_kv_cache's."""
         self._decoder, self._head = split_model(model)
-        self._block_size = spec.block_size
+        self._block_size = layout.block_size
         self._kv_cache = kv_cache
         self._sampler = sampler
         self._context = StepContext()
-        bind_layers(attention_modules, spec, kv_cache, self._context, attention)
+        bind_layers(attention_modules, layout, kv_cache, self._context, attention)
 
     @torch.inference_mode()
     def execute(self, scheduled: SchedulerOutput) -> RunnerOutput:

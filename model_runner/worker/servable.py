@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from model_runner.core.kv_spec import KVCacheSpec, LayerGroup
+from model_runner.core.block_layout import BlockGroup, BlockLayout
 from model_runner.errors import ModelNotServable
 from model_runner.worker import attention
 
@@ -68,14 +68,14 @@ class _Probe:
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
-def attention_modules(model: nn.Module, spec: KVCacheSpec) -> list[nn.Module]:
+def attention_modules(model: nn.Module, layout: BlockLayout) -> list[nn.Module]:
     """The model's attention modules in layer order, and the model set to call the block-paged attention.
 
     Raises ModelNotServable when the model needs something of its attention that Plimsoll doesn't give.
     """
     name = type(model).__name__
     calls = _run_probe(model, name)
-    layers = {layer: group for group in spec.groups for layer in group.layers}
+    layers = {layer: group for group in layout.groups for layer in group.layers}
     if len(calls) != len(layers):
         raise ModelNotServable(
             f"{name} can't be served: it has {len(layers)} layers and calls transformers' attention "
@@ -116,7 +116,7 @@ def _set_attention(model: Any, implementation: str) -> None:
     model.set_attn_implementation(implementation)
 
 
-def _problem(call: _Call, group: LayerGroup) -> str | None:
+def _problem(call: _Call, group: BlockGroup) -> str | None:
     """What stands against this layer, or None."""
     if getattr(call.module, "is_causal", True) is not True:
         return "does not attend causally"

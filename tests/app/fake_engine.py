@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from model_runner.async_engine import EngineState, EngineStats, Restarted, StreamEvent, Submission, Tokens
-from model_runner.core.kv_spec import KVCacheSpec, LayerGroup
+from model_runner.core.block_layout import BlockGroup, BlockLayout
 from model_runner.errors import PlimsollError
 from model_runner.messages import ModelInfo
 from model_runner.types import FinishReason, TokenLogprobs
@@ -21,7 +21,7 @@ FOREVER = math.inf
 
 
 def model_info(*, max_model_len: int = 512, vocab_size: int = 49152) -> ModelInfo:
-    group = LayerGroup("full", tuple(range(30)), kv_heads=3, head_dim=64)
+    group = BlockGroup("full", tuple(range(30)), kv_heads=3, head_dim=64)
     return ModelInfo(
         architecture="LlamaForCausalLM",
         dtype="float32",
@@ -29,7 +29,7 @@ def model_info(*, max_model_len: int = 512, vocab_size: int = 49152) -> ModelInf
         max_model_len=max_model_len,
         vocab_size=vocab_size,
         eos_token_ids=(0, 2),
-        spec=KVCacheSpec((group,), block_size=16, element_bytes=4),
+        layout=BlockLayout((group,), block_size=16, element_bytes=4),
         num_blocks=64,
         headroom_blocks=0,
         weights_bytes=1,

@@ -11,7 +11,7 @@ import pytest
 from app import logs
 from app.loading import LoadingReport, layer_groups, plan_rows
 from app.settings import Settings
-from model_runner.core.kv_spec import KVCacheSpec, LayerGroup
+from model_runner.core.block_layout import BlockGroup, BlockLayout
 from model_runner.messages import Loading
 from tests.app.fake_engine import model_info
 
@@ -45,7 +45,7 @@ def test_the_table_says_what_fits() -> None:
 def test_the_figures_are_the_price_lists() -> None:
     model = model_info(max_model_len=256)
     shown = dict(plan_rows(Settings(max_num_seqs=2), model))["fit at once"]
-    fitting = model.num_blocks // model.spec.request_blocks(200, 56)
+    fitting = model.num_blocks // model.layout.request_blocks(200, 56)
     assert shown == f"{fitting} requests (--max-num-seqs lets 2 run) of the full context (256 tokens)"
 
 
@@ -57,15 +57,15 @@ def test_a_context_of_one_token_has_a_table_too() -> None:
 
 def test_groups_of_layers_are_named_when_there_are_several() -> None:
     groups = (
-        LayerGroup("full", (0, 3), 1, 8),
-        LayerGroup("sliding", (1, 4), 1, 8, window=512),
-        LayerGroup("sliding", (2, 5), 1, 8, window=512),
+        BlockGroup("full", (0, 3), 1, 8),
+        BlockGroup("sliding", (1, 4), 1, 8, window=512),
+        BlockGroup("sliding", (2, 5), 1, 8, window=512),
     )
-    spec = KVCacheSpec(groups, block_size=16, element_bytes=2)
-    assert layer_groups(spec) == "1 full and 2 sliding (window 512), of 2 layers each"
-    model = msgspec.structs.replace(model_info(), spec=spec, headroom_blocks=8)
+    layout = BlockLayout(groups, block_size=16, element_bytes=2)
+    assert layer_groups(layout) == "1 full and 2 sliding (window 512), of 2 layers each"
+    model = msgspec.structs.replace(model_info(), layout=layout, headroom_blocks=8)
     rows = dict(plan_rows(Settings(), model))
-    assert rows["layer groups"] == layer_groups(spec)
+    assert rows["layer groups"] == layer_groups(layout)
     assert "8 KiB aside" in rows["KV budget"]
 
 

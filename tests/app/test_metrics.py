@@ -17,7 +17,7 @@ from model_runner.messages import ModelInfo
 from model_runner.types import Ending, EngineObserver, FinishReason, StepStats
 from tests.app.fake_engine import FakeEngine, model_info
 
-BLOCK_BYTES = model_info().spec.block_bytes
+BLOCK_BYTES = model_info().layout.block_bytes
 
 
 class Engine:

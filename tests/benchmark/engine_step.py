@@ -15,19 +15,19 @@ from typing import Any
 
 from model_runner.build import build_engine
 from model_runner.config import EngineConfig
-from model_runner.core.kv_spec import KVCacheSpec
+from model_runner.core.block_layout import BlockLayout
 from model_runner.core.output import Runner, SampleRow, ScheduledSequence, SchedulerOutput
 from model_runner.types import SamplingParams
 
 
-def make_step(spec: KVCacheSpec, sequences: int, cached: int, new: int, **params: Any) -> SchedulerOutput:
+def make_step(layout: BlockLayout, sequences: int, cached: int, new: int, **params: Any) -> SchedulerOutput:
     """`sequences` of `cached` tokens in the cache, each to run `new` more, with blocks of its own."""
     sampling = SamplingParams(max_tokens=64, **{"temperature": 0.0, **params})
-    count = -(-(cached + new) // spec.block_size)
+    count = -(-(cached + new) // layout.block_size)
     scheduled = []
     for i in range(sequences):
-        first = i * count * len(spec.groups)
-        tables = [list(range(first + g * count, first + (g + 1) * count)) for g in range(len(spec.groups))]
+        first = i * count * len(layout.groups)
+        tables = [list(range(first + g * count, first + (g + 1) * count)) for g in range(len(layout.groups))]
         scheduled.append(ScheduledSequence(i, [100 + i] * new, cached, tables))
     samples = [SampleRow(i, i, 0, 0, sampling, [1], []) for i in range(sequences)]
     return SchedulerOutput(scheduled, samples)
@@ -61,16 +61,16 @@ def main() -> None:
         kv_cache_memory_bytes=512 << 20,
     )
     built = build_engine(config, lambda stage, fraction: None, lambda model: None)
-    spec, runner = built.model.spec, built.core.runner
+    layout, runner = built.model.layout, built.core.runner
     print(f"{built.execution}; {built.model.dtype}, {built.model.num_threads} threads")
     for batch in options.batch:
-        seconds = times(runner, make_step(spec, batch, options.context, 1), options.repeats)
+        seconds = times(runner, make_step(layout, batch, options.context, 1), options.repeats)
         least, median = min(seconds), statistics.median(seconds)
         print(
             f"decode, batch {batch:3}: {least * 1e3:6.1f} ms least, {median * 1e3:6.1f} ms median, "
             f"{batch / median:6.0f} tokens/s"
         )
-    seconds = times(runner, make_step(spec, 1, 0, config.max_num_batched_tokens), 5)
+    seconds = times(runner, make_step(layout, 1, 0, config.max_num_batched_tokens), 5)
     print(f"prefill: {config.max_num_batched_tokens / min(seconds):.0f} tokens/s")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     rest = peak - built.model.weights_bytes - 512 * (1 << 20)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from model_runner import engine_process
 from model_runner.config import EngineConfig
-from model_runner.core.kv_spec import KVCacheSpec
+from model_runner.core.block_layout import BlockLayout
 from model_runner.core.output import RunnerOutput, SchedulerOutput
 from model_runner.engine import EngineCore
 from model_runner.engine_process import BuiltEngine, OnPlanned, OnProgress
@@ -60,7 +60,7 @@ def build(config: EngineConfig, on_progress: OnProgress, on_planned: OnPlanned) 
         time.sleep(3600)
     if _is_there(knobs.get("fails_at_start_if")):
         raise StartupError("no such model")
-    spec = KVCacheSpec.from_config(
+    layout = BlockLayout.from_config(
         {
             "num_hidden_layers": 2,
             "num_attention_heads": 2,
@@ -80,8 +80,8 @@ def build(config: EngineConfig, on_progress: OnProgress, on_planned: OnPlanned) 
         max_model_len=4096,
         vocab_size=2000,
         eos_token_ids=(0,),
-        spec=spec,
-        num_blocks=config.kv_cache_memory_bytes // spec.block_bytes,
+        layout=layout,
+        num_blocks=config.kv_cache_memory_bytes // layout.block_bytes,
         headroom_blocks=0,
         weights_bytes=0,
     )
@@ -89,7 +89,7 @@ def build(config: EngineConfig, on_progress: OnProgress, on_planned: OnPlanned) 
     on_planned(model)
     time.sleep(float(knobs.get("load_seconds", 0.0)))
     core = EngineCore(
-        spec,
+        layout,
         CountingRunner(knobs),
         num_blocks=model.num_blocks,
         headroom_blocks=0,

@@ -39,7 +39,7 @@ def test_one_request_from_its_price_to_its_ending(start_engine) -> None:
         async with start_engine() as harness:
             assert harness.engine.state is EngineState.READY
             stream = harness.submit([1, 2, 3], max_tokens=20)  # 22 tokens: 2 blocks
-            assert stream.projected_bytes == 2 * harness.engine.model.spec.block_bytes
+            assert stream.projected_bytes == 2 * harness.engine.model.layout.block_bytes
             assert harness.engine.stats.reserved_bytes == stream.projected_bytes
             assert await harness.collect(stream) == {(0, 0): counted(20)}
             await nothing_reserved(harness)
@@ -89,7 +89,7 @@ def test_what_can_never_fit_is_refused_with_the_figures(start_engine) -> None:
             with pytest.raises(KVCacheBudgetExceeded) as refused:
                 harness.submit([1] * 10, max_tokens=100)
             error = refused.value
-            block_bytes = harness.engine.model.spec.block_bytes
+            block_bytes = harness.engine.model.layout.block_bytes
             assert (error.required_bytes, error.budget_bytes) == (7 * block_bytes, 4 * block_bytes)
             assert error.largest_max_tokens == 55  # 10 + 55 - 1 = 64 tokens: 4 blocks
             harness.submit([1] * 10, max_tokens=55).abort("client_disconnected")

@@ -9,8 +9,8 @@ import zlib
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from model_runner.core.block_layout import BlockGroup, BlockLayout
 from model_runner.core.block_pool import BlockPool
-from model_runner.core.kv_spec import KVCacheSpec, LayerGroup
 from model_runner.core.output import RunnerOutput, SampleRow, ScheduledSequence, SchedulerOutput
 from model_runner.engine import EngineCore
 from model_runner.messages import Submit
@@ -28,9 +28,9 @@ def next_token(history: Sequence[int], choice: int, banned: Sequence[int] = ()) 
 
 
 class FakeRunner:
-    def __init__(self, spec: KVCacheSpec, num_blocks: int) -> None:
-        self.spec = spec
-        self.blocks: list[list[int | None]] = [[None] * spec.block_size for _ in range(num_blocks)]
+    def __init__(self, layout: BlockLayout, num_blocks: int) -> None:
+        self.layout = layout
+        self.blocks: list[list[int | None]] = [[None] * layout.block_size for _ in range(num_blocks)]
         self.batches: list[SchedulerOutput] = []
         self.pool: BlockPool | None = None
         self.used_blocks: list[int] = []  # of the pool, while each batch ran
@@ -71,8 +71,8 @@ class FakeRunner:
     def _write(self, sequence: ScheduledSequence) -> None:
         for position, token_id in enumerate(sequence.token_ids, sequence.start):
             for table in sequence.block_tables:
-                block = table[position // self.spec.block_size]
-                self.blocks[block][position % self.spec.block_size] = token_id
+                block = table[position // self.layout.block_size]
+                self.blocks[block][position % self.layout.block_size] = token_id
 
     def _check_ownership(self, scheduled: SchedulerOutput) -> None:
         """No block is written twice in a step, or written by one sequence and read by another."""
@@ -84,7 +84,7 @@ class FakeRunner:
                 held = {block for block in table if block >= 0}
                 for block in held:
                     readers.setdefault(block, set()).add(sequence.sequence_id)
-                touched = table[first // self.spec.block_size : last // self.spec.block_size + 1]
+                touched = table[first // self.layout.block_size : last // self.layout.block_size + 1]
                 for block in touched:
                     assert block >= 0
                     assert block not in written
@@ -97,12 +97,12 @@ class FakeRunner:
         del history[sequence.start :]
         assert len(history) == sequence.start
         history += sequence.token_ids
-        for group, table in zip(self.spec.groups, sequence.block_tables, strict=True):
+        for group, table in zip(self.layout.groups, sequence.block_tables, strict=True):
             first = 0 if group.window is None else max(0, sequence.start - group.window + 1)
             for position in range(first, len(history)):
-                block = table[position // self.spec.block_size]
+                block = table[position // self.layout.block_size]
                 assert block >= 0, f"position {position} has been freed, window {group.window}"
-                assert self.blocks[block][position % self.spec.block_size] == history[position]
+                assert self.blocks[block][position % self.layout.block_size] == history[position]
 
     def _draw(self, sample: SampleRow) -> int:
         history = [*sample.prompt_token_ids, *sample.output_token_ids]
@@ -138,14 +138,14 @@ class Engine(EngineCore):
         eos_token_ids: Sequence[int] = (),
         max_model_len: int = 1000,
     ) -> None:
-        spec = spec_with(windows, block_size)
+        layout = layout_with(windows, block_size)
         if headroom_blocks is None:
-            headroom_blocks = spec.headroom_blocks(max_num_batched_tokens)
-        self.spec = spec
+            headroom_blocks = layout.headroom_blocks(max_num_batched_tokens)
+        self.layout = layout
         self.num_blocks = num_blocks
-        self.fake = FakeRunner(spec, num_blocks + headroom_blocks)
+        self.fake = FakeRunner(layout, num_blocks + headroom_blocks)
         super().__init__(
-            spec,
+            layout,
             self.fake,
             num_blocks=num_blocks,
             headroom_blocks=headroom_blocks,
@@ -159,7 +159,7 @@ class Engine(EngineCore):
     def ask(self, request_id: str, prompt: Sequence[int], max_tokens: int = 4, **params: Any) -> int:
         """Submit at the exact price, which is returned."""
         sampling = SamplingParams(max_tokens=max_tokens, **params)
-        price = self.spec.request_blocks(len(prompt), max_tokens, sampling.n)
+        price = self.layout.request_blocks(len(prompt), max_tokens, sampling.n)
         self.submit(Submit(request_id, list(prompt), sampling, price))
         return price
 
@@ -172,13 +172,13 @@ class Engine(EngineCore):
         return outputs
 
 
-def spec_with(windows: Sequence[int | None], block_size: int) -> KVCacheSpec:
+def layout_with(windows: Sequence[int | None], block_size: int) -> BlockLayout:
     """One layer a group, so that a block is as small as it gets."""
     groups = tuple(
-        LayerGroup("full" if window is None else "sliding", (layer,), 1, 1, window)
+        BlockGroup("full" if window is None else "sliding", (layer,), 1, 1, window)
         for layer, window in enumerate(windows)
     )
-    return KVCacheSpec(groups, block_size, 2)
+    return BlockLayout(groups, block_size, 2)
 
 
 def tokens_by_choice(outputs: Sequence[ChoiceOutput]) -> dict[tuple[str, int], list[int]]:

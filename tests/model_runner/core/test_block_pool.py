@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 
 from model_runner.core.block_pool import FREED, BlockLease, BlockPool, BlockTables
-from tests.model_runner.core.fake_runner import spec_with
+from tests.model_runner.core.fake_runner import layout_with
 
 
 def make_tables(windows: list[int | None], block_size: int = 4, reserved: int = 100) -> BlockTables:
-    return BlockTables(spec_with(windows, block_size), BlockLease(BlockPool(100), reserved))
+    return BlockTables(layout_with(windows, block_size), BlockLease(BlockPool(100), reserved))
 
 
 def test_blocks_come_and_go() -> None:

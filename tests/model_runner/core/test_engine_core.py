@@ -169,7 +169,7 @@ class AnyOrder(RuleBasedStateMachine):
     def ask(self, prompt: list[int], max_tokens: int, n: int, ignore_eos: bool, echo: bool) -> str:
         request_id = f"r{self.count}"
         self.count += 1
-        price = self.engine.spec.request_blocks(len(prompt), max_tokens, n)
+        price = self.engine.layout.request_blocks(len(prompt), max_tokens, n)
         if sum(self.reserved.values()) + price > self.engine.num_blocks:
             return "refused"
         params = SamplingParams(

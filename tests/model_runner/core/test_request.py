@@ -7,7 +7,7 @@ import pytest
 from model_runner.core.block_pool import BlockLease, BlockPool, BlockTables
 from model_runner.core.request import Choice, Request, RequestStatus
 from model_runner.types import FinishReason, SamplingParams
-from tests.model_runner.core.fake_runner import spec_with
+from tests.model_runner.core.fake_runner import layout_with
 
 
 def make_request(
@@ -20,7 +20,7 @@ def make_request(
         params=SamplingParams(max_tokens=max_tokens, n=n, **params),
         choices=[Choice(index, index) for index in range(n)],
         lease=lease,
-        tables=BlockTables(spec_with([None], 4), lease),
+        tables=BlockTables(layout_with([None], 4), lease),
         stop_token_ids=stops,
         max_output_tokens=max_tokens,
         banned_token_ids=tuple(stops),

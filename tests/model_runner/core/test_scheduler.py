@@ -209,10 +209,10 @@ def test_sliding_groups_free_what_falls_out_of_the_window_each_step() -> None:
         held.append(result.used_blocks)
         tables = [sequence.block_tables for sequence in engine.fake.batches[-1].sequences]
         if tables and tables[0][1]:
-            assert sum(block != FREED for block in tables[0][1]) <= engine.spec.cap_blocks(6)
+            assert sum(block != FREED for block in tables[0][1]) <= engine.layout.cap_blocks(6)
     assert held[0] == 3 + 2  # positions 5 … 9 are in sight of position 10
     assert held[-1] == 0
-    assert max(engine.fake.used_blocks) == engine.spec.request_blocks(10, 30) == 10 + 3
+    assert max(engine.fake.used_blocks) == engine.layout.request_blocks(10, 30) == 10 + 3
 
 
 def test_a_chunk_borrows_from_the_headroom_and_gives_back_within_the_step() -> None:
@@ -254,7 +254,7 @@ def test_an_ended_request_gives_back_at_once() -> None:
     result = engine.step()
     assert result is not None
     assert result.released == ["a"]
-    assert result.used_blocks == engine.spec.sequence_blocks(3)
+    assert result.used_blocks == engine.layout.sequence_blocks(3)
 
 
 # -- what must never happen ----------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from model_runner.messages import (
     encode,
 )
 from model_runner.types import FinishReason, SamplingParams
-from tests.model_runner.core.witnesses import EOS, Client, CountingRunner, Observer, make_spec
+from tests.model_runner.core.witnesses import EOS, Client, CountingRunner, Observer, make_layout
 
 MAX_NUM_BATCHED_TOKENS, MAX_MODEL_LEN, MAX_QUEUE_REQUESTS, MAX_QUEUE_SECONDS = 9, 64, 4, 20.0
 WINDOWS = st.sampled_from([None, 1, 5, 9])
@@ -47,7 +47,7 @@ class TwoProcesses(RuleBasedStateMachine):
         window=WINDOWS, num_blocks=st.integers(8, 40), max_num_seqs=st.integers(1, MAX_NUM_BATCHED_TOKENS)
     )
     def begin(self, window: int | None, num_blocks: int, max_num_seqs: int) -> None:
-        self.spec = make_spec(window)
+        self.layout = make_layout(window)
         self.num_blocks, self.max_num_seqs = num_blocks, max_num_seqs
         self.now = 100.0
         self.observer = Observer()
@@ -58,7 +58,7 @@ class TwoProcesses(RuleBasedStateMachine):
             max_queue_seconds=MAX_QUEUE_SECONDS,
             pace=Pace(decode_step_seconds=0.1, prefill_tokens_per_second=100.0),
         )
-        self.dispatcher = Dispatcher(self.spec, self.admission, self.observer, self.send)
+        self.dispatcher = Dispatcher(self.layout, self.admission, self.observer, self.send)
         self.clients: list[Client] = []
         self.epoch = 0
         self.dice = random.Random(0)
@@ -105,7 +105,7 @@ class TwoProcesses(RuleBasedStateMachine):
         params = SamplingParams(max_tokens=max_tokens, n=n)
         submission = Submission("r", [[5] * length for length in prompts], params, streaming)
         client = Client(submission)
-        price = sum(self.spec.request_blocks(length, max_tokens, n) for length in prompts)
+        price = sum(self.layout.request_blocks(length, max_tokens, n) for length in prompts)
         never_fits = price > self.num_blocks
         try:
             client.request = self.dispatcher.submit(submission, client, self.now)
@@ -117,7 +117,7 @@ class TwoProcesses(RuleBasedStateMachine):
             self.check_retry(error)
         else:
             assert not never_fits
-            assert client.request.projected_bytes == price * self.spec.block_bytes
+            assert client.request.projected_bytes == price * self.layout.block_bytes
             self.clients.append(client)
 
     def check_retry(self, error: LoadError) -> None:
@@ -125,12 +125,12 @@ class TwoProcesses(RuleBasedStateMachine):
 
     def check_advice(self, error: KVCacheBudgetExceeded, prompts: list[int], n: int) -> None:
         def price(max_tokens: int) -> int:
-            return sum(self.spec.request_blocks(length, max_tokens, n) for length in prompts)
+            return sum(self.layout.request_blocks(length, max_tokens, n) for length in prompts)
 
         largest = error.largest_max_tokens
         assert largest == 0 or price(largest) <= self.num_blocks
         assert price(largest + 1) > self.num_blocks
-        assert error.required_bytes > error.budget_bytes == self.num_blocks * self.spec.block_bytes
+        assert error.required_bytes > error.budget_bytes == self.num_blocks * self.layout.block_bytes
 
     @rule(which=st.integers(0, 9), again=st.booleans())
     def abort(self, which: int, again: bool) -> None:
@@ -268,10 +268,10 @@ class TwoProcesses(RuleBasedStateMachine):
 
     def start_engine(self) -> None:
         self.engine = EngineCore(
-            self.spec,
+            self.layout,
             CountingRunner(self.dice),
             num_blocks=self.num_blocks,
-            headroom_blocks=self.spec.headroom_blocks(MAX_NUM_BATCHED_TOKENS),
+            headroom_blocks=self.layout.headroom_blocks(MAX_NUM_BATCHED_TOKENS),
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
             eos_token_ids=(EOS,),

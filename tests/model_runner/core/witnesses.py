@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+from model_runner.core.block_layout import BlockLayout
 from model_runner.core.dispatcher import LiveRequest, Submission
-from model_runner.core.kv_spec import KVCacheSpec
 from model_runner.core.output import RunnerOutput, SchedulerOutput
 from model_runner.errors import EngineDied, PlimsollError, QueueTimeout
 from model_runner.types import ChoiceOutput, Ending, FinishReason, StepStats
@@ -14,7 +14,7 @@ from model_runner.types import ChoiceOutput, Ending, FinishReason, StepStats
 EOS, FIRST_TOKEN = 0, 10
 
 
-def make_spec(window: int | None) -> KVCacheSpec:
+def make_layout(window: int | None) -> BlockLayout:
     """Two full layers; or two full and two sliding ones, in two groups that draw on one pool."""
     kinds = ["full_attention"] * 2 + ["sliding_attention"] * (0 if window is None else 2)
     config = {
@@ -26,7 +26,7 @@ def make_spec(window: int | None) -> KVCacheSpec:
         "layer_types": kinds,
         "sliding_window": window,
     }
-    return KVCacheSpec.from_config(config, block_size=4, element_bytes=2)
+    return BlockLayout.from_config(config, block_size=4, element_bytes=2)
 
 
 class CountingRunner:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from model_runner.core.kv_spec import KVCacheSpec
+from model_runner.core.block_layout import BlockLayout
 from model_runner.core.output import SampleRow
 from model_runner.engine import EngineCore
 from model_runner.messages import Submit
@@ -142,7 +142,7 @@ class Served:
     core: EngineCore
     runner: ModelRunner
     sampler: RecordingSampler
-    spec: KVCacheSpec
+    layout: BlockLayout
     kv_cache: Tensor
     modules: list[nn.Module]
 
@@ -162,7 +162,7 @@ class Served:
         """All outputs of all steps, request i being prompt i."""
         sampling = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **params})
         for i, prompt in enumerate(prompts):
-            blocks = self.spec.request_blocks(len(prompt), max_tokens, sampling.n)
+            blocks = self.layout.request_blocks(len(prompt), max_tokens, sampling.n)
             self.core.submit(Submit(str(i), list(prompt), sampling, blocks))
         outputs: list[ChoiceOutput] = []
         while self.core.has_work:
@@ -195,16 +195,16 @@ def serve() -> Serve:
         model = copy.deepcopy(model)
         dtype: torch.dtype = model.dtype
         config = model.config.to_dict()
-        spec = KVCacheSpec.from_config(config, block_size=BLOCK_SIZE, element_bytes=dtype.itemsize)
-        headroom = spec.headroom_blocks(max_num_batched_tokens)
-        kv_cache = allocate_kv_cache(spec, blocks + headroom, dtype, torch.device("cpu"))
+        layout = BlockLayout.from_config(config, block_size=BLOCK_SIZE, element_bytes=dtype.itemsize)
+        headroom = layout.headroom_blocks(max_num_batched_tokens)
+        kv_cache = allocate_kv_cache(layout, blocks + headroom, dtype, torch.device("cpu"))
         kv_cache.fill_(1e4)  # whatever is read before it is written shows
         sampler = RecordingSampler()
-        modules = attention_modules(model, spec)
+        modules = attention_modules(model, layout)
         attention = torch_paged_attention if prepare is None else prepare(model, modules)
-        runner = ModelRunner(model, modules, spec, kv_cache, sampler, attention)
+        runner = ModelRunner(model, modules, layout, kv_cache, sampler, attention)
         core = EngineCore(
-            spec,
+            layout,
             runner,
             num_blocks=blocks,
             headroom_blocks=headroom,
@@ -213,7 +213,7 @@ def serve() -> Serve:
             eos_token_ids=(),
             max_model_len=model.config.max_position_embeddings,
         )
-        return Served(core, runner, sampler, spec, kv_cache, modules)
+        return Served(core, runner, sampler, layout, kv_cache, modules)
 
     return serve
 

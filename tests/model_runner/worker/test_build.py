@@ -43,13 +43,13 @@ def test_the_plan_comes_before_the_weights_and_the_engine_runs(folder: Path, fam
     assert planned == built.model
     assert (planned.architecture, planned.dtype, planned.device) == ("Gemma2ForCausalLM", "float32", "cpu")
     assert (planned.max_model_len, planned.vocab_size, planned.eos_token_ids) == (256, 512, ())
-    assert (planned.num_blocks + planned.headroom_blocks) * planned.spec.block_bytes == 4 << 20
+    assert (planned.num_blocks + planned.headroom_blocks) * planned.layout.block_bytes == 4 << 20
     assert planned.headroom_blocks > 0
     assert built.decode_step_seconds > 0
     assert built.prefill_tokens_per_second > 0
 
     prompt = [5, 17, 300]
-    blocks = planned.spec.request_blocks(len(prompt), 20)
+    blocks = planned.layout.request_blocks(len(prompt), 20)
     built.core.submit(Submit("a", prompt, SamplingParams(max_tokens=20, temperature=0.0), blocks))
     tokens: list[int] = []
     while built.core.has_work:
@@ -67,7 +67,8 @@ def test_the_cache_is_a_share_of_the_memory_unless_said(folder: Path) -> None:
     planned: list[ModelInfo] = []
     build_engine(config(folder, kv_cache_memory_bytes=None), lambda *_: None, planned.append)
     assert (
-        planned[0].kv_budget_bytes >= 4 * planned[0].spec.sequence_blocks(256) * planned[0].spec.block_bytes
+        planned[0].kv_budget_bytes
+        >= 4 * planned[0].layout.sequence_blocks(256) * planned[0].layout.block_bytes
     )
 
 

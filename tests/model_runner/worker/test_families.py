@@ -85,7 +85,7 @@ def test_choices_fork_from_one_prompt(family: str, reference: Any, serve: Any) -
 def test_the_comparison_notices_one_old_block_zeroed(family: str, reference: Any, serve: Any) -> None:
     model, prompts, expected = reference(family)
     prompt, tokens = prompts[2], expected[2]
-    groups = serve(model).spec.groups
+    groups = serve(model).layout.groups
     for number, group in enumerate(groups):
         served = serve(model)
         execute = served.runner.execute
@@ -100,7 +100,7 @@ def test_the_comparison_notices_one_old_block_zeroed(family: str, reference: Any
             sequence = scheduled.sequences[0]
             if sequence.start == len(prompt) + 10:
                 oldest = 0 if group.window is None else sequence.start + 2 - group.window
-                served.kv_cache[sequence.block_tables[number][oldest // served.spec.block_size]] = 0
+                served.kv_cache[sequence.block_tables[number][oldest // served.layout.block_size]] = 0
             return execute(scheduled)
 
         served.runner.execute = sabotaged
@@ -115,7 +115,7 @@ def test_the_comparison_notices_a_window_off_by_one(
 ) -> None:
     model, prompts, _ = reference(family)
     served = serve(model)
-    if all(group.window is None for group in served.spec.groups):
+    if all(group.window is None for group in served.layout.groups):
         pytest.skip("no sliding layers")
     for layer in served.layers():
         if layer._window is not None:

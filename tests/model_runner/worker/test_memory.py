@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from model_runner.config import EngineConfig
-from model_runner.core.kv_spec import KVCacheSpec, LayerGroup
+from model_runner.core.block_layout import BlockGroup, BlockLayout
 from model_runner.errors import DoesNotFit, StartupError
 from model_runner.worker import memory
 from model_runner.worker.kv_cache import allocate_kv_cache
 
-FULL = LayerGroup("full", (0, 1), kv_heads=2, head_dim=64)
-SLIDING = LayerGroup("sliding", (2, 3), kv_heads=2, head_dim=64, window=128)
-PLAIN = KVCacheSpec((FULL,), block_size=16, element_bytes=2)
-MIXED = KVCacheSpec((FULL, SLIDING), block_size=16, element_bytes=2)
+FULL = BlockGroup("full", (0, 1), kv_heads=2, head_dim=64)
+SLIDING = BlockGroup("sliding", (2, 3), kv_heads=2, head_dim=64, window=128)
+PLAIN = BlockLayout((FULL,), block_size=16, element_bytes=2)
+MIXED = BlockLayout((FULL, SLIDING), block_size=16, element_bytes=2)
 
 
 def config(**changes: Any) -> EngineConfig:
@@ -40,12 +40,12 @@ def test_one_request_too_long_fails_with_the_figures_and_the_ways_out() -> None:
     )
 
 
-@pytest.mark.parametrize("spec", [PLAIN, MIXED])
-def test_auto_chooses_the_longest_that_fits(spec: KVCacheSpec) -> None:
-    plan = memory.plan(config(max_model_len_auto=True), spec, 100 * spec.block_bytes, context=1 << 20)
+@pytest.mark.parametrize("layout", [PLAIN, MIXED])
+def test_auto_chooses_the_longest_that_fits(layout: BlockLayout) -> None:
+    plan = memory.plan(config(max_model_len_auto=True), layout, 100 * layout.block_bytes, context=1 << 20)
     # As the door prices them: the last token of a request is never written.
-    assert spec.request_blocks(1, plan.max_model_len - 1) <= plan.num_blocks
-    assert spec.request_blocks(1, plan.max_model_len) > plan.num_blocks
+    assert layout.request_blocks(1, plan.max_model_len - 1) <= plan.num_blocks
+    assert layout.request_blocks(1, plan.max_model_len) > plan.num_blocks
 
 
 def test_auto_keeps_the_model_s_context_when_it_fits() -> None:

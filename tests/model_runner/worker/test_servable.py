@@ -10,17 +10,17 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from model_runner.core.kv_spec import KVCacheSpec, LayerGroup
+from model_runner.core.block_layout import BlockGroup, BlockLayout
 from model_runner.errors import ModelNotServable
 from model_runner.worker.servable import attention_modules
 
 
-def spec_of(model: Any) -> KVCacheSpec:
-    return KVCacheSpec.from_config(model.config.to_dict(), block_size=4, element_bytes=4)
+def spec_of(model: Any) -> BlockLayout:
+    return BlockLayout.from_config(model.config.to_dict(), block_size=4, element_bytes=4)
 
 
-def plain_spec(layers: int = 2, kv_heads: int = 4, head_dim: int = 16) -> KVCacheSpec:
-    return KVCacheSpec((LayerGroup("full", tuple(range(layers)), kv_heads, head_dim),), 4, 4)
+def plain_spec(layers: int = 2, kv_heads: int = 4, head_dim: int = 16) -> BlockLayout:
+    return BlockLayout((BlockGroup("full", tuple(range(layers)), kv_heads, head_dim),), 4, 4)
 
 
 def tiny(model_type: str, **config: Any) -> nn.Module:
@@ -93,10 +93,10 @@ def test_latent_attention_is_refused() -> None:
 @pytest.mark.parametrize("error", [-1, 1])
 def test_another_window_than_the_priced_one_is_refused(families: Any, error: int) -> None:
     model = families.make("mistral")
-    spec = spec_of(model)
-    groups = tuple(dataclasses.replace(group, window=group.window + error) for group in spec.groups)
+    layout = spec_of(model)
+    groups = tuple(dataclasses.replace(group, window=group.window + error) for group in layout.groups)
     with pytest.raises(ModelNotServable, match=f"does not attend to exactly the last {10 + error} tokens"):
-        attention_modules(model, dataclasses.replace(spec, groups=groups))
+        attention_modules(model, dataclasses.replace(layout, groups=groups))
 
 
 def test_a_window_priced_as_full_is_refused(families: Any) -> None:

@@ -32,7 +32,7 @@ LayerKind: TypeAlias = Literal["full", "sliding"]
 
 
 @dataclass(frozen=True, slots=True)
-class LayerGroup:
+class BlockGroup:
     """Like layers that share one block table. `layers` are the model's layer indices, in order."""
 
     kind: LayerKind
@@ -43,18 +43,18 @@ class LayerGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class KVCacheSpec:
+class BlockLayout:
     """Prices sequences and requests in blocks and bytes.
 
     `groups` all have the same number of layers and bytes per token, so that `block_bytes` is one number.
     """
 
-    groups: tuple[LayerGroup, ...]
+    groups: tuple[BlockGroup, ...]
     block_size: int  # tokens
     element_bytes: int
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], *, block_size: int, element_bytes: int) -> KVCacheSpec:
+    def from_config(cls, config: Mapping[str, Any], *, block_size: int, element_bytes: int) -> BlockLayout:
         """Read the price list off a decoder's resolved configuration (`transformers`' `config.to_dict()`).
 
         Raises ModelNotServable, naming the field or the layer, for whatever would be priced or run wrongly.
@@ -68,7 +68,7 @@ class KVCacheSpec:
             layers_by_window.setdefault(window, []).append(layer)
         size = gcd(*(len(layers) for layers in layers_by_window.values()))
         groups = tuple(
-            LayerGroup(
+            BlockGroup(
                 kind="full" if window is None else "sliding",
                 layers=tuple(layers[first : first + size]),
                 kv_heads=kv_heads,

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model_runner.core.kv_spec import KVCacheSpec, LayerGroup
+from model_runner.core.block_layout import BlockGroup, BlockLayout
 from model_runner.errors import ModelNotServable
-from tests.model_runner.core.fake_runner import spec_with
+from tests.model_runner.core.fake_runner import layout_with
 
 LLAMA = {
     "model_type": "llama",
@@ -21,12 +21,12 @@ LLAMA = {
 }
 
 
-def spec_of(config: dict[str, Any], block_size: int = 16, element_bytes: int = 2) -> KVCacheSpec:
-    return KVCacheSpec.from_config(config, block_size=block_size, element_bytes=element_bytes)
+def spec_of(config: dict[str, Any], block_size: int = 16, element_bytes: int = 2) -> BlockLayout:
+    return BlockLayout.from_config(config, block_size=block_size, element_bytes=element_bytes)
 
 
-def layer_windows(spec: KVCacheSpec) -> list[int | None]:
-    by_layer = {layer: group.window for group in spec.groups for layer in group.layers}
+def layer_windows(layout: BlockLayout) -> list[int | None]:
+    by_layer = {layer: group.window for group in layout.groups for layer in group.layers}
     return [by_layer[layer] for layer in range(len(by_layer))]
 
 
@@ -34,41 +34,41 @@ def layer_windows(spec: KVCacheSpec) -> list[int | None]:
 
 
 def test_bytes_per_token_is_the_one_equation() -> None:
-    spec = spec_of(LLAMA)
-    assert spec.bytes_per_token == 2 * 30 * 3 * 64 * 2 == 23_040
-    assert spec.block_bytes == 16 * 23_040
-    assert spec.groups == (LayerGroup("full", tuple(range(30)), 3, 64),)
+    layout = spec_of(LLAMA)
+    assert layout.bytes_per_token == 2 * 30 * 3 * 64 * 2 == 23_040
+    assert layout.block_bytes == 16 * 23_040
+    assert layout.groups == (BlockGroup("full", tuple(range(30)), 3, 64),)
 
 
 def test_request_of_a_plain_model_by_hand() -> None:
-    spec = spec_of(LLAMA)
-    assert spec.request_blocks(100, 29) == 8  # 128 tokens are written
-    assert spec.request_blocks(100, 30) == 9  # 129
-    assert spec.request_bytes(100, 30) == 9 * 16 * 23_040
+    layout = spec_of(LLAMA)
+    assert layout.request_blocks(100, 29) == 8  # 128 tokens are written
+    assert layout.request_blocks(100, 30) == 9  # 129
+    assert layout.request_bytes(100, 30) == 9 * 16 * 23_040
     # 6 full blocks shared; the 7th is copied, and each choice goes on to block 8
-    assert spec.request_blocks(100, 29, n=4) == 6 + 4 * 2
-    assert spec.request_blocks(96, 33, n=4) == 6 + 4 * 2
-    assert spec.request_blocks(96, 1, n=4) == 6
+    assert layout.request_blocks(100, 29, n=4) == 6 + 4 * 2
+    assert layout.request_blocks(96, 33, n=4) == 6 + 4 * 2
+    assert layout.request_blocks(96, 1, n=4) == 6
 
 
 def test_request_of_a_sliding_model_by_hand() -> None:
-    spec = spec_with([None, 128], block_size=16)
-    assert spec.cap_blocks(128) == 9
-    assert spec.request_blocks(1000, 25) == 64 + 9
-    assert spec.request_blocks(1000, 25, n=2) == (62 + 2 * 2) + (2 * 2 + 7)
-    assert spec.request_blocks(1000, 1001, n=2) == (62 + 2 * 63) + 2 * 9
+    layout = layout_with([None, 128], block_size=16)
+    assert layout.cap_blocks(128) == 9
+    assert layout.request_blocks(1000, 25) == 64 + 9
+    assert layout.request_blocks(1000, 25, n=2) == (62 + 2 * 2) + (2 * 2 + 7)
+    assert layout.request_blocks(1000, 1001, n=2) == (62 + 2 * 63) + 2 * 9
 
 
 @pytest.mark.parametrize(("window", "block_size", "cap"), [(1, 16, 1), (2, 16, 2), (17, 16, 2), (18, 16, 3)])
 def test_cap_counts_the_block_that_straddles(window: int, block_size: int, cap: int) -> None:
-    assert spec_with([window], block_size).cap_blocks(window) == cap
+    assert layout_with([window], block_size).cap_blocks(window) == cap
 
 
 def test_spec_travels_as_data() -> None:
-    spec = spec_of(
+    layout = spec_of(
         {**LLAMA, "sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"] * 15}
     )
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=KVCacheSpec) == spec
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(layout), type=BlockLayout) == layout
 
 
 @pytest.mark.parametrize("arguments", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
@@ -80,90 +80,94 @@ def test_pricing_nothing_is_an_error(arguments: tuple[int, int, int]) -> None:
 # -- never under-priced, and not over-priced either ----------------------------------------------------------
 
 
-def blocks_held(spec: KVCacheSpec, group: LayerGroup, prompt: int, n: int, position: int) -> int:
+def blocks_held(layout: BlockLayout, group: BlockGroup, prompt: int, n: int, position: int) -> int:
     """Blocks of one group while n choices each run the token at `position`: counted one key at a time."""
     seen = range(0 if group.window is None else max(0, position - group.window + 1), position + 1)
-    shared_blocks = prompt // spec.block_size
-    held = {key // spec.block_size for key in seen}
+    shared_blocks = prompt // layout.block_size
+    held = {key // layout.block_size for key in seen}
     return sum(1 if block < shared_blocks else n for block in held)
 
 
-def most_held(spec: KVCacheSpec, prompt: int, max_tokens: int, n: int) -> int:
+def most_held(layout: BlockLayout, prompt: int, max_tokens: int, n: int) -> int:
     """Token by token: the prompt (one sequence), then n choices side by side."""
     peak = 0
     for position in range(prompt + max_tokens - 1):
         choices = 1 if position < prompt else n
         # A choice's copy of the partial block is made when its first own token runs, never before.
-        peak = max(peak, sum(blocks_held(spec, group, prompt, choices, position) for group in spec.groups))
+        peak = max(
+            peak, sum(blocks_held(layout, group, prompt, choices, position) for group in layout.groups)
+        )
     return peak
 
 
 windows = st.lists(st.none() | st.integers(1, 12), min_size=1, max_size=3)
-specs = st.builds(spec_with, windows, st.integers(1, 5))
+specs = st.builds(layout_with, windows, st.integers(1, 5))
 
 
 @given(windows, st.integers(1, 5), st.integers(1, 30), st.integers(2, 30), st.integers(1, 3))
 def test_price_is_exactly_the_most_blocks_ever_held_by_each_group(
     windows: list[int | None], block_size: int, prompt: int, max_tokens: int, n: int
 ) -> None:
-    spec = spec_with(windows, block_size)
-    assert most_held(spec, prompt, max_tokens, n) <= spec.request_blocks(prompt, max_tokens, n)
+    layout = layout_with(windows, block_size)
+    assert most_held(layout, prompt, max_tokens, n) <= layout.request_blocks(prompt, max_tokens, n)
     own_blocks = -(-(prompt + max_tokens - 1) // block_size) - prompt // block_size
     if prompt % block_size and own_blocks < 2 and n > 1:
         return  # the choices part in the middle of their first own block: a little less is held
     for window in windows:
-        alone = spec_with([window], block_size)
+        alone = layout_with([window], block_size)
         assert most_held(alone, prompt, max_tokens, n) == alone.request_blocks(prompt, max_tokens, n)
 
 
 @given(specs, st.integers(1, 30), st.integers(1, 3))
-def test_a_single_token_is_never_under_priced(spec: KVCacheSpec, prompt: int, n: int) -> None:
-    assert most_held(spec, prompt, 1, n) <= spec.request_blocks(prompt, 1, n)
+def test_a_single_token_is_never_under_priced(layout: BlockLayout, prompt: int, n: int) -> None:
+    assert most_held(layout, prompt, 1, n) <= layout.request_blocks(prompt, 1, n)
 
 
 @given(specs, st.integers(1, 40), st.integers(1, 40))
-def test_one_choice_costs_one_sequence(spec: KVCacheSpec, prompt: int, max_tokens: int) -> None:
-    assert spec.request_blocks(prompt, max_tokens) == spec.sequence_blocks(prompt + max_tokens - 1)
+def test_one_choice_costs_one_sequence(layout: BlockLayout, prompt: int, max_tokens: int) -> None:
+    assert layout.request_blocks(prompt, max_tokens) == layout.sequence_blocks(prompt + max_tokens - 1)
 
 
 @given(specs, st.integers(1, 40), st.integers(1, 3), st.integers(0, 200), st.integers(0, 60))
 def test_largest_max_tokens_fits_and_one_more_does_not(
-    spec: KVCacheSpec, prompt: int, n: int, budget: int, limit: int
+    layout: BlockLayout, prompt: int, n: int, budget: int, limit: int
 ) -> None:
-    largest = spec.largest_max_tokens(prompt, n, budget, limit)
+    largest = layout.largest_max_tokens(prompt, n, budget, limit)
     assert 0 <= largest <= limit
     if largest:
-        assert spec.request_blocks(prompt, largest, n) <= budget
+        assert layout.request_blocks(prompt, largest, n) <= budget
     if largest < limit:
-        assert spec.request_blocks(prompt, largest + 1, n) > budget
+        assert layout.request_blocks(prompt, largest + 1, n) > budget
 
 
 @given(specs, st.integers(0, 60), st.integers(1, 20))
-def test_headroom_covers_the_excess_of_the_largest_chunk(spec: KVCacheSpec, start: int, budget: int) -> None:
+def test_headroom_covers_the_excess_of_the_largest_chunk(
+    layout: BlockLayout, start: int, budget: int
+) -> None:
     """A chunk anywhere in a prompt, counted key by key: what it touches over the price of the sequence."""
     end = start + budget
     touched = sum(
         len(
             {
-                k // spec.block_size
+                k // layout.block_size
                 for k in range(0 if g.window is None else max(0, start - g.window + 1), end)
             }
         )
-        for g in spec.groups
+        for g in layout.groups
     )
-    assert touched <= spec.sequence_blocks(end) + spec.headroom_blocks(budget)
+    assert touched <= layout.sequence_blocks(end) + layout.headroom_blocks(budget)
 
 
 def test_models_without_windows_need_no_headroom() -> None:
     assert spec_of(LLAMA).headroom_blocks(512) == 0
-    assert spec_with([None, 128, 128], 16).headroom_blocks(512) == 2 * 32
-    assert spec_with([128], 16).headroom_blocks(1) == 0
+    assert layout_with([None, 128, 128], 16).headroom_blocks(512) == 2 * 32
+    assert layout_with([128], 16).headroom_blocks(1) == 0
 
 
 def test_max_sequences() -> None:
-    spec = spec_of(LLAMA)
-    assert spec.max_sequences(1024, budget_blocks=200) == 3
-    assert spec.max_sequences(1024, budget_blocks=63) == 0
+    layout = spec_of(LLAMA)
+    assert layout.max_sequences(1024, budget_blocks=200) == 3
+    assert layout.max_sequences(1024, budget_blocks=63) == 0
 
 
 # -- read off a configuration --------------------------------------------------------------------------------
@@ -171,12 +175,12 @@ def test_max_sequences() -> None:
 
 def test_groups_are_equal_and_cover_every_layer_once() -> None:
     types = (["sliding_attention"] * 5 + ["full_attention"]) * 4 + ["sliding_attention"] * 2
-    spec = spec_of({**LLAMA, "num_hidden_layers": 26, "sliding_window": 512, "layer_types": types})
-    assert len(spec.groups) == 13
-    assert {len(group.layers) for group in spec.groups} == {2}
-    assert sorted(layer for group in spec.groups for layer in group.layers) == list(range(26))
-    assert layer_windows(spec) == [512 if kind == "sliding_attention" else None for kind in types]
-    assert spec.bytes_per_token == 2 * 26 * 3 * 64 * 2
+    layout = spec_of({**LLAMA, "num_hidden_layers": 26, "sliding_window": 512, "layer_types": types})
+    assert len(layout.groups) == 13
+    assert {len(group.layers) for group in layout.groups} == {2}
+    assert sorted(layer for group in layout.groups for layer in group.layers) == list(range(26))
+    assert layer_windows(layout) == [512 if kind == "sliding_attention" else None for kind in types]
+    assert layout.bytes_per_token == 2 * 26 * 3 * 64 * 2
 
 
 FULL: int | None = None
@@ -225,17 +229,17 @@ def test_every_family_that_transformers_defines(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     class_name, overrides, expected = FAMILIES[name]
     config = getattr(transformers, class_name)(**{"num_hidden_layers": 4, **overrides})
-    spec = spec_of(config.to_dict())
-    assert layer_windows(spec) == expected
+    layout = spec_of(config.to_dict())
+    assert layer_windows(layout) == expected
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    assert {(group.kv_heads, group.head_dim) for group in spec.groups} == {
+    assert {(group.kv_heads, group.head_dim) for group in layout.groups} == {
         (config.num_key_value_heads, head_dim)
     }
 
 
 def test_missing_kv_heads_and_head_dim_are_derived() -> None:
-    spec = spec_of({"num_hidden_layers": 1, "num_attention_heads": 8, "hidden_size": 96, "head_dim": None})
-    assert (spec.groups[0].kv_heads, spec.groups[0].head_dim) == (8, 12)
+    layout = spec_of({"num_hidden_layers": 1, "num_attention_heads": 8, "hidden_size": 96, "head_dim": None})
+    assert (layout.groups[0].kv_heads, layout.groups[0].head_dim) == (8, 12)
 
 
 @pytest.mark.parametrize(
