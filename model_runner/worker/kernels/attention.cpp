@@ -6,8 +6,14 @@
 //
 // Within its block, a key lies transposed, [head_dim, block_size]: sixteen keys then meet one element of a query in
 // one instruction, and no sum runs across a register. Values lie as [block_size, head_dim].
+//
+// A task of many query rows (a prefill chunk) first converts a chunk of keys and values to float32, and reads that
+// many times. One of few rows (a decode) is bound by memory: it reads the cache itself, and while it works on one
+// chunk it prefetches the next, because blocks lie anywhere and no hardware foresees where.
 #include <algorithm>
+#include <atomic>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "common.h"
@@ -18,9 +24,20 @@ constexpr int kTileTokens = 16;  // query tokens of one task
 constexpr int kChunk = 64;       // keys handled between two rescalings
 constexpr int kLanes = 16;
 constexpr int kBlockedRows = 6;  // 6 rows · 4 vectors of sums fill 24 of AVX-512's 32 registers
+constexpr int kDirectRows = 12;  // with more, converting once pays
+constexpr int kSpans = kChunk / kLanes;  // a span: sixteen keys side by side in one block
 
 // GCC and Clang lower it to what the CPU has.
 typedef float Vector __attribute__((vector_size(4 * kLanes), aligned(4)));
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes), aligned(2)));
+typedef uint32_t Words __attribute__((vector_size(4 * kLanes), aligned(4)));
+
+inline Vector load(const float* source) { return *reinterpret_cast<const Vector*>(source); }
+
+inline Vector load(const bfloat16* source) {
+    const Words words = __builtin_convertvector(*reinterpret_cast<const Halves*>(source), Words) << 16;
+    return reinterpret_cast<const Vector&>(words);
+}
 
 // Mirrored by AttentionArguments in native.py. Strides are in elements; the head dimension is contiguous everywhere.
 struct AttentionArguments {
@@ -121,8 +138,13 @@ class TaskRunner {
           keys_(dim_ * kChunk),
           values_(kChunk * padded_) {}
 
-    void run(const Task& task) {
+    // `next` is the task that this thread runs after it, or null.
+    void run(const Task& task, const Task* next) {
         const int rows = task.tokens * group_;
+        if (reads_directly(rows)) {
+            run_directly(task, next);
+            return;
+        }
         const int begin = a_.query_start_loc[task.sequence];
         const int length = a_.query_start_loc[task.sequence + 1] - begin;
         const int start = a_.seq_lens[task.sequence] - length + task.first_token;  // position of the tile's first
@@ -144,6 +166,123 @@ class TaskRunner {
     }
 
   private:
+    struct Span {
+        const T* keys;    // row d of its keys begins at keys + d · block_size
+        const T* values;  // row t of its values at values + t · head_dim
+    };
+
+    bool reads_directly(int rows) const {
+        return rows <= kDirectRows && dim_ % kLanes == 0 && a_.block_size % kLanes == 0;
+    }
+
+    int first_position(const Task& task) const {
+        const int length = a_.query_start_loc[task.sequence + 1] - a_.query_start_loc[task.sequence];
+        const int64_t start = a_.seq_lens[task.sequence] - length + task.first_token;
+        const int64_t first = a_.window ? std::max<int64_t>(0, start - a_.window + 1) : 0;
+        return static_cast<int>(first / kLanes * kLanes);  // what is read beside is not looked at
+    }
+
+    void run_directly(const Task& task, const Task* next) {
+        const int rows = task.tokens * group_;
+        const int begin = a_.query_start_loc[task.sequence];
+        const int length = a_.query_start_loc[task.sequence + 1] - begin;
+        const int start = a_.seq_lens[task.sequence] - length + task.first_token;
+        load_queries(task, begin);
+        const int last = start + task.tokens;
+        const int first = first_position(task);
+        Span spans[kSpans], ahead[kSpans];
+        find_spans(task, first, last, spans);
+        std::copy_n(spans, kSpans, ahead);
+        for (int base = first; base < last; base += kChunk) {
+            const int count = std::min(kChunk, last - base);
+            if (base + kChunk < last) {
+                find_spans(task, base + kChunk, last, ahead);
+            } else if (next) {
+                find_spans(*next, first_position(*next), a_.seq_lens[next->sequence], ahead);
+            }
+            for_rows<kBlockedRows>(rows, [&](auto r, int row) { score<r.value>(row, spans, ahead); });
+            for (int row = 0; row < rows; ++row) weigh(row, start + row / group_, base, count);
+            for_rows<kBlockedRows>(rows, [&](auto r, int row) { gather<r.value>(row, spans, count); });
+            std::copy_n(ahead, kSpans, spans);
+        }
+        store(task, begin);
+    }
+
+    // Calls visit(constant number of rows, first row) until all rows are seen.
+    template <int R, typename Visit>
+    static void for_rows(int rows, Visit visit, int row = 0) {
+        for (; rows - row >= R; row += R) visit(std::integral_constant<int, R>{}, row);
+        if constexpr (R > 1) {
+            if (row < rows) for_rows<R - 1>(rows, visit, row);
+        }
+    }
+
+    // The spans of the keys from `base` on. Past `last` the first one stands in: it is read, and not looked at.
+    void find_spans(const Task& task, int base, int last, Span* spans) const {
+        for (int i = 0; i < kSpans; ++i) {
+            const int position = base + (base + i * kLanes < last ? i * kLanes : 0);
+            const int64_t block = a_.block_tables[task.sequence * a_.table_stride + position / a_.block_size];
+            const int64_t offset = position % a_.block_size;
+            const int64_t at = block * a_.block_stride + task.kv_head * a_.head_stride;
+            spans[i].keys = static_cast<const T*>(a_.key_cache) + at + offset;
+            spans[i].values = static_cast<const T*>(a_.value_cache) + at + offset * dim_;
+        }
+    }
+
+    // Scores of R query rows with a chunk's keys. On the way, what `ahead` says is asked for, a line now and then.
+    template <int R>
+    void score(int first_row, const Span* spans, const Span* ahead) {
+        constexpr int kLineElements = 64 / sizeof(T);
+        Vector sums[R][kSpans] = {};
+        const float* queries = &queries_[first_row * dim_];
+        for (int d = 0; d < dim_; ++d) {
+            const bool new_line = d * kLanes % kLineElements == 0;
+            Vector keys[kSpans];
+            for (int i = 0; i < kSpans; ++i) {
+                if (new_line || a_.block_size > kLanes) __builtin_prefetch(ahead[i].keys + d * a_.block_size, 0, 2);
+                if (new_line) __builtin_prefetch(ahead[i].values + d * kLanes, 0, 2);
+                keys[i] = load(spans[i].keys + d * a_.block_size);
+            }
+            for (int r = 0; r < R; ++r) {
+                for (int i = 0; i < kSpans; ++i) sums[r][i] += queries[r * dim_ + d] * keys[i];
+            }
+        }
+        for (int r = 0; r < R; ++r) {
+            Vector* scores = reinterpret_cast<Vector*>(&scores_[(first_row + r) * kChunk]);
+            for (int i = 0; i < kSpans; ++i) scores[i] = sums[r][i];
+        }
+    }
+
+    // Adds a chunk's weighed values to R rows of outputs.
+    template <int R>
+    void gather(int first_row, const Span* spans, int count) {
+        int d = 0;
+        for (; d + 4 * kLanes <= dim_; d += 4 * kLanes) gather_columns<R, 4>(first_row, d, spans, count);
+        for (; d < dim_; d += kLanes) gather_columns<R, 1>(first_row, d, spans, count);
+    }
+
+    template <int R, int V>
+    void gather_columns(int first_row, int d, const Span* spans, int count) {
+        Vector sums[R][V];
+        for (int r = 0; r < R; ++r) {
+            const float* outputs = &outputs_[(first_row + r) * padded_ + d];
+            for (int v = 0; v < V; ++v) sums[r][v] = load(outputs + v * kLanes) * factors_[first_row + r];
+        }
+        for (int t = 0; t < count; ++t) {
+            const T* source = spans[t / kLanes].values + t % kLanes * dim_ + d;
+            Vector values[V];
+            for (int v = 0; v < V; ++v) values[v] = load(source + v * kLanes);
+            for (int r = 0; r < R; ++r) {
+                const float weight = scores_[(first_row + r) * kChunk + t];
+                for (int v = 0; v < V; ++v) sums[r][v] += weight * values[v];
+            }
+        }
+        for (int r = 0; r < R; ++r) {
+            Vector* outputs = reinterpret_cast<Vector*>(&outputs_[(first_row + r) * padded_ + d]);
+            for (int v = 0; v < V; ++v) outputs[v] = sums[r][v];
+        }
+    }
+
     void load_queries(const Task& task, int begin) {
         std::fill(outputs_.begin(), outputs_.end(), 0.0f);
         for (int row = 0; row < task.tokens * group_; ++row) {
@@ -263,11 +402,19 @@ std::vector<Task> cut(const AttentionArguments& a) {
 template <typename T>
 void paged_attention(const AttentionArguments& a) {
     const std::vector<Task> tasks = cut(a);
+    std::atomic<size_t> unclaimed{0};
+    // Each thread claims a task ahead, so that it knows what to prefetch.
+    const auto claim = [&]() -> const Task* {
+        const size_t i = unclaimed.fetch_add(1, std::memory_order_relaxed);
+        return i < tasks.size() ? &tasks[i] : nullptr;
+    };
 #pragma omp parallel
     {
         TaskRunner<T> runner(a);
-#pragma omp for schedule(dynamic)
-        for (size_t i = 0; i < tasks.size(); ++i) runner.run(tasks[i]);
+        for (const Task *task = claim(), *next; task; task = next) {
+            next = claim();
+            runner.run(*task, next);
+        }
     }
 }
 
@@ -285,6 +432,7 @@ struct WriteArguments {
 
 template <typename T>
 void write_kv(const WriteArguments& a) {
+#pragma omp parallel for if (a.tokens > 4)
     for (int64_t t = 0; t < a.tokens; ++t) {
         const int64_t block = a.slots[t] / a.block_size, offset = a.slots[t] % a.block_size;
         for (int64_t h = 0; h < a.kv_heads; ++h) {
