@@ -5,6 +5,7 @@
 // by memory, and from some twenty rows on by the multipliers. Compiled in where the CPU has AVX512-BF16; elsewhere
 // `plimsoll_linear_supported` says no.
 #include <algorithm>
+#include <atomic>
 
 #include "common.h"
 
@@ -46,8 +47,14 @@ inline void store(bfloat16* target, __m512 values, int columns) {
     _mm256_mask_storeu_epi16(target, mask, reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(values)));
 }
 
+// On the way, memory is asked for from `ahead.begin` on, `ahead.step` elements for each pair of inputs.
+struct Ahead {
+    const bfloat16* begin;
+    int64_t step;
+};
+
 template <int R>
-void multiply(const LinearArguments& a, int64_t row, int64_t panel) {
+void multiply(const LinearArguments& a, int64_t row, int64_t panel, Ahead ahead) {
     const bfloat16* x = a.x + row * a.x_stride;
     const bfloat16* weights = a.panels + panel * kPanel * a.inputs;
     __m512 low[R], high[R];
@@ -58,6 +65,9 @@ void multiply(const LinearArguments& a, int64_t row, int64_t panel) {
         high[r] = bias ? _mm512_loadu_ps(bias + 16) : zero;
     }
     for (int64_t k = 0; k < a.inputs; k += 2) {
+        const bfloat16* asked = ahead.begin + k / 2 * ahead.step;
+        __builtin_prefetch(asked, 0, 2);
+        if (ahead.step > 32) __builtin_prefetch(asked + 32, 0, 2);  // a line has 32 elements
         const __m512bh w_low = reinterpret_cast<__m512bh>(_mm512_loadu_si512(weights + k * kPanel));
         const __m512bh w_high = reinterpret_cast<__m512bh>(_mm512_loadu_si512(weights + k * kPanel + 32));
         for (int r = 0; r < R; ++r) {
@@ -82,11 +92,22 @@ void multiply(const LinearArguments& a, int64_t row, int64_t panel) {
 }
 
 template <int R = kRows>
-void multiply_rows(const LinearArguments& a, int64_t row, int64_t panel, int rows) {
+void multiply_rows(const LinearArguments& a, int64_t row, int64_t panel, Ahead ahead, int64_t rows) {
     if (rows == R) {
-        multiply<R>(a, row, panel);
+        multiply<R>(a, row, panel, ahead);
     } else if constexpr (R > 1) {
-        multiply_rows<R - 1>(a, row, panel, rows);
+        multiply_rows<R - 1>(a, row, panel, ahead, rows);
+    }
+}
+
+// All rows by one panel, in tiles as equal as can be. Each tile asks for its share of the next panel.
+void multiply_panel(const LinearArguments& a, int64_t first, int64_t last, int64_t panel, int64_t next_panel) {
+    const int64_t tiles = (last - first + kRows - 1) / kRows;
+    const bfloat16* next = a.panels + next_panel * kPanel * a.inputs;
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+        const int64_t begin = first + (last - first) * tile / tiles, end = first + (last - first) * (tile + 1) / tiles;
+        const Ahead ahead{next + kPanel * a.inputs * tile / tiles, 2 * kPanel / tiles};
+        multiply_rows(a, begin, panel, ahead, end - begin);
     }
 }
 
@@ -94,12 +115,14 @@ void linear(const LinearArguments& a) {
     const int64_t panels = (a.outputs + kPanel - 1) / kPanel;
     for (int64_t first = 0; first < a.rows; first += kRowsInCache) {
         const int64_t last = std::min(a.rows, first + kRowsInCache);
-        // Dynamic, because a neighbour on one of the cores must not hold up the other.
-#pragma omp parallel for schedule(dynamic, 2)
-        for (int64_t panel = 0; panel < panels; ++panel) {
-            for (int64_t row = first; row < last; row += kRows) {
-                multiply_rows(a, row, panel, static_cast<int>(std::min<int64_t>(kRows, last - row)));
-            }
+        // Panels are claimed as threads come, because a neighbour on one of the cores must not hold up the other;
+        // and one ahead, so that a thread knows what to ask for.
+        std::atomic<int64_t> unclaimed{0};
+        const auto claim = [&] { return unclaimed.fetch_add(1, std::memory_order_relaxed); };
+#pragma omp parallel
+        for (int64_t panel = claim(), next; panel < panels; panel = next) {
+            next = claim();
+            multiply_panel(a, first, last, panel, std::min(next, panels - 1));
         }
     }
 }
