@@ -13,6 +13,7 @@ from torch import nn
 
 from model_runner.worker import fused
 from model_runner.worker.attention import PagedAttention, torch_paged_attention
+from model_runner.worker.fused_layer import fuse_layers
 from model_runner.worker.huge_pages import move_together
 from model_runner.worker.linear import NativeLinear, pack_linears
 from model_runner.worker.native import Kernels, load_kernels
@@ -53,7 +54,9 @@ def accelerate(
     fused_modules = _fuse(model, attention_modules, kernels)
     packed = pack_linears(model, kernels)
     move_together([(module, "panels") for module in model.modules() if isinstance(module, NativeLinear)])
-    description = f"eager, native attention, {fused_modules} fused modules"
+    fused_layers = fuse_layers(model, kernels)
+    logger.info("fused %d whole layers", fused_layers)
+    description = f"eager, native attention, {fused_modules} fused modules, {fused_layers} fused layers"
     packer = "native" if kernels.has_linear else "oneDNN"
     return Execution(description + _weights(packed, packer), kernels.paged_attention)
 

@@ -215,10 +215,16 @@ class PagedLayer:
     ) -> None:
         self._context = context
         self._attention = attention
-        self._key_cache = key_cache
-        self._value_cache = value_cache
-        self._group = group
-        self._window = window
+        self.key_cache = key_cache
+        self.value_cache = value_cache
+        self.group = group
+        self.window = window
+
+    @property
+    def metadata(self) -> AttentionMetadata:
+        """Of the step in flight."""
+        assert self._context.metadata is not None, "the model is only run by its ModelRunner"
+        return self._context.metadata
 
     def __call__(
         self,
@@ -230,17 +236,16 @@ class PagedLayer:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        assert self._context.metadata is not None, "the model is only run by its ModelRunner"
         return self._attention(
             query,
             key,
             value,
-            self._key_cache,
-            self._value_cache,
-            self._context.metadata,
-            self._group,
+            self.key_cache,
+            self.value_cache,
+            self.metadata,
+            self.group,
             scale=scale,
-            window=self._window,
+            window=self.window,
             softcap=softcap,
             sinks=sinks,
         )

@@ -36,12 +36,12 @@ class NativeRMSNorm(nn.Module):
     def __init__(self, kernels: Kernels, weight: Tensor, eps: float, *, round_first: bool) -> None:
         super().__init__()
         self._kernels = kernels
-        self._eps = eps
-        self._round_first = round_first
+        self.eps = eps
+        self.round_first = round_first
         self.register_buffer("weight", weight.float().contiguous())
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._kernels.rms_norm(x, self.weight, self._eps, round_first=self._round_first)
+        return self._kernels.rms_norm(x, self.weight, self.eps, round_first=self.round_first)
 
 
 class GatedMLP(nn.Module):
@@ -76,12 +76,12 @@ class FusedAttention:
     def __init__(self, kernels: Kernels, module: nn.Module, *, rotary: bool) -> None:
         self._kernels = kernels
         self._module = module
-        self._head_dim: int = module.head_dim  # type: ignore[assignment]
-        self._scale: float = module.scaling  # type: ignore[assignment]
-        self._rotary = rotary
+        self.head_dim: int = module.head_dim  # type: ignore[assignment]
+        self.scale: float = module.scaling  # type: ignore[assignment]
+        self.rotary = rotary
         query, key, value, output = _linears(module, *_PROJECTIONS)
-        self._query_heads = query.out_features // self._head_dim
-        self._kv_heads = key.out_features // self._head_dim
+        self.query_heads = query.out_features // self.head_dim
+        self.kv_heads = key.out_features // self.head_dim
         projections = (query, key, value)
         bias = None if query.bias is None else torch.cat([p.bias.detach() for p in projections])
         self.qkv = NativeLinear(kernels, torch.cat([p.weight.detach() for p in projections]), bias)
@@ -90,16 +90,16 @@ class FusedAttention:
     def __call__(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None, **_: Any
     ) -> tuple[Tensor, None]:
-        heads = [self._query_heads, self._kv_heads, self._kv_heads]
+        heads = [self.query_heads, self.kv_heads, self.kv_heads]
         mixed: Tensor = self.qkv(hidden_states[0])
-        if self._rotary:
+        if self.rotary:
             assert position_embeddings is not None
             cosine, sine = (part[0].to(mixed.dtype) for part in position_embeddings)  # OLMo's are float32
-            rotated = self._query_heads + self._kv_heads
-            self._kernels.rotate(mixed, cosine, sine, rotated, self._head_dim)
-        query, key, value = torch.split(mixed.view(len(mixed), -1, self._head_dim), heads, dim=1)
+            rotated = self.query_heads + self.kv_heads
+            self._kernels.rotate(mixed, cosine, sine, rotated, self.head_dim)
+        query, key, value = torch.split(mixed.view(len(mixed), -1, self.head_dim), heads, dim=1)
         layer: PagedLayer = getattr(self._module, LAYER_ATTRIBUTE)
-        attended = layer(query, key, value, scale=self._scale, softcap=None, sinks=None)
+        attended = layer(query, key, value, scale=self.scale, softcap=None, sinks=None)
         output: Tensor = self.output(attended.flatten(1))
         return output[None], None
 
@@ -141,7 +141,7 @@ def _native_norm(kernels: Kernels, norm: nn.Module) -> NativeRMSNorm | None:
     if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(eps, float):
         return None
     weight = weight.detach()
-    x = _check_tokens(weight.shape[0], like=weight)
+    x = check_tokens(weight.shape[0], like=weight)
     expected = norm(x)
     candidates = [
         NativeRMSNorm(kernels, weight, eps, round_first=True),
@@ -149,7 +149,7 @@ def _native_norm(kernels: Kernels, norm: nn.Module) -> NativeRMSNorm | None:
         NativeRMSNorm(kernels, 1.0 + weight.float(), eps, round_first=False),
     ]
     best = min(candidates, key=lambda candidate: _error(candidate(x), expected))
-    return best if _agree(best(x), expected) else None
+    return best if agree(best(x), expected) else None
 
 
 def fuse_mlps(model: nn.Module, kernels: Kernels) -> int:
@@ -160,8 +160,8 @@ def fuse_mlps(model: nn.Module, kernels: Kernels) -> int:
             continue
         native = GatedMLP(kernels, child)
         weight = _linears(child, *_FEED_FORWARD)[0].weight
-        x = _check_tokens(weight.shape[1], like=weight)
-        if _agree(native(x), child(x)):
+        x = check_tokens(weight.shape[1], like=weight)
+        if agree(native(x), child(x)):
             setattr(parent, name, native)
             fused += 1
     return fused
@@ -184,11 +184,11 @@ def fuse_attentions(modules: list[nn.Module], kernels: Kernels) -> int:
 def _fitting_attention(kernels: Kernels, module: nn.Module) -> FusedAttention | None:
     weight = _linears(module, *_PROJECTIONS)[0].weight
     head_dim: int = module.head_dim  # type: ignore[assignment]
-    x = _check_tokens(weight.shape[1], like=weight)[None]
+    x = check_tokens(weight.shape[1], like=weight)[None]
 
     def arguments(rotated: int) -> dict[str, Any]:
         # Unlike any real angle's, so that a rotation of another kind can't agree by accident.
-        embeddings = tuple(_random(2, 1, x.shape[1], rotated, like=weight))
+        embeddings = tuple(random_tensor(2, 1, x.shape[1], rotated, like=weight))
         return {"hidden_states": x, "position_embeddings": embeddings, "attention_mask": None}
 
     whole = _run(module, arguments(head_dim))
@@ -196,7 +196,7 @@ def _fitting_attention(kernels: Kernels, module: nn.Module) -> FusedAttention | 
         return None
     for rotary in (True, False):
         candidate = FusedAttention(kernels, module, rotary=rotary)
-        if _agree(candidate(**arguments(head_dim))[0], whole):
+        if agree(candidate(**arguments(head_dim))[0], whole):
             # One that can rotate a part of each head may be asked to (Nemotron).
             in_part = rotary and _run(module, arguments(head_dim // 2)) is not None
             return None if in_part else candidate
@@ -243,14 +243,14 @@ def _linears(module: nn.Module, *names: str) -> list[nn.Linear]:
     return [getattr(module, name) for name in names]
 
 
-def _random(*shape: int, like: Tensor) -> Tensor:
+def random_tensor(*shape: int, like: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randn(*shape, generator=generator).to(like.dtype)
 
 
-def _check_tokens(width: int, *, like: Tensor) -> Tensor:
+def check_tokens(width: int, *, like: Tensor) -> Tensor:
     """[tokens, width], random, each token of another size."""
-    return _random(len(_CHECK_SCALES), width, like=like) * like.new_tensor(_CHECK_SCALES)[:, None]
+    return random_tensor(len(_CHECK_SCALES), width, like=like) * like.new_tensor(_CHECK_SCALES)[:, None]
 
 
 def _error(actual: Tensor, expected: Tensor) -> float:
@@ -259,5 +259,5 @@ def _error(actual: Tensor, expected: Tensor) -> float:
     return float(((actual - expected).abs() / expected.abs().amax(dim=-1, keepdim=True)).max())
 
 
-def _agree(actual: Tensor, expected: Tensor) -> bool:
+def agree(actual: Tensor, expected: Tensor) -> bool:
     return actual.shape == expected.shape and _error(actual, expected) <= _TOLERANCE[expected.dtype]

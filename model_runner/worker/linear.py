@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from model_runner.worker.native import PANEL_OUTPUTS, Kernels, pack_panels
+from model_runner.worker.native import PANEL_OUTPUTS, Kernels, LinearArguments, pack_panels
 
 # oneDNN lays the weights out for a number of rows; this one is good from one row to hundreds.
 _ONEDNN_ROWS = 32
@@ -35,6 +35,13 @@ class NativeLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self._kernels.linear(x, self.panels, self.bias, self._outputs, gated=self._gated)
+
+    def arguments(self) -> LinearArguments:
+        """What kernels need to apply it. Holds pointers: the layer must outlive it, and stay where it is."""
+        arguments = LinearArguments(gated=self._gated, inputs=2 * self.panels.shape[1], outputs=self._outputs)
+        arguments.panels = self.panels.data_ptr()
+        arguments.bias = None if self.bias is None else self.bias.data_ptr()
+        return arguments
 
     @staticmethod
     def fits(kernels: Kernels, linear: object) -> bool:

@@ -103,8 +103,8 @@ def _why(error: Exception) -> str:
     return stderr.strip().splitlines()[0] if stderr else str(error)
 
 
-class _AttentionArguments(Structure):
-    """AttentionArguments in kernels/attention.cpp, field by field."""
+class AttentionArguments(Structure):
+    """AttentionArguments in kernels/kernels.h, field by field."""
 
     _fields_: ClassVar = [
         *((name, c_void_p) for name in ("query", "key_cache", "value_cache", "output")),
@@ -118,8 +118,8 @@ class _AttentionArguments(Structure):
     ]
 
 
-class _WriteArguments(Structure):
-    """WriteArguments in kernels/attention.cpp, field by field."""
+class WriteArguments(Structure):
+    """WriteArguments in kernels/kernels.h, field by field."""
 
     _fields_: ClassVar = [
         *((name, c_void_p) for name in ("key", "value", "key_cache", "value_cache", "slots")),
@@ -127,6 +127,28 @@ class _WriteArguments(Structure):
         *((name, c_int64) for name in ("value_token_stride", "value_head_stride")),
         *((name, c_int64) for name in ("block_stride", "head_stride")),
         *((name, c_int64) for name in ("tokens", "kv_heads", "head_dim", "block_size")),
+    ]
+
+
+class LinearArguments(Structure):
+    """LinearArguments in kernels/kernels.h, field by field."""
+
+    _fields_: ClassVar = [
+        *((name, c_void_p) for name in ("x", "panels", "bias", "y")),
+        *((name, c_int64) for name in ("x_stride", "rows", "inputs", "outputs", "gated")),
+    ]
+
+
+class LayerArguments(Structure):
+    """LayerArguments in kernels/layer.cpp, field by field. Holds pointers: who fills it keeps the tensors."""
+
+    _fields_: ClassVar = [
+        *((name, c_void_p) for name in ("x", "y", "cosine", "sine", "input_norm", "post_norm")),
+        *((name, c_float) for name in ("input_eps", "post_eps")),
+        *((name, c_int64) for name in ("input_round_first", "post_round_first", "tokens", "hidden")),
+        *((name, LinearArguments) for name in ("qkv", "out", "gate_up", "down")),
+        ("write", WriteArguments),
+        ("attention", AttentionArguments),
     ]
 
 
@@ -138,6 +160,7 @@ class Kernels:
         self.has_linear = bool(library.plimsoll_linear_supported())
         self._write_kv = _by_dtype(library, "plimsoll_write_kv", c_void_p)
         self._linear = _function(library, "plimsoll_linear", *[c_void_p] * 4, *[c_int64] * 5)
+        self._decoder_layer = _function(library, "plimsoll_decoder_layer", c_void_p)
         self._attention = _by_dtype(library, "plimsoll_paged_attention", c_void_p)
         self._rms_norm = _by_dtype(
             library, "plimsoll_rms_norm", c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float, c_int32
@@ -166,34 +189,23 @@ class Kernels:
         Within a block of the cache, keys are kept transposed: only this function can read what it wrote.
         """
         query, key, value = (_dense_rows(tensor) for tensor in (query, key, value))
-        tokens, heads, head_dim = query.shape
-        _, kv_heads, block_size, _ = key_cache.shape
-        block_stride, head_stride, *inner = key_cache.stride()
-        assert key_cache.stride() == value_cache.stride()
-        assert inner == [head_dim, 1]
         dtype = query.dtype
         assert {key.dtype, value.dtype, key_cache.dtype, value_cache.dtype} == {dtype}
-        slots, tables = metadata.slot_mapping[group], metadata.block_tables[group]
-        assert slots.is_contiguous()
-        assert tables.stride(1) == 1
-        write = _WriteArguments(
-            *(key.data_ptr(), value.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr()),
-            slots.data_ptr(),
-            *(*key.stride()[:2], *value.stride()[:2], block_stride, head_stride),
-            *(tokens, kv_heads, head_dim, block_size),
-        )
+        write, attention = WriteArguments(), AttentionArguments()
+        set_cache(write, attention, key_cache, value_cache, metadata, group)
+        write.tokens = len(key)
+        write.key, write.value = key.data_ptr(), value.data_ptr()
+        write.key_token_stride, write.key_head_stride = key.stride()[:2]
+        write.value_token_stride, write.value_head_stride = value.stride()[:2]
         self._write_kv[dtype](ctypes.byref(write))
         output = query.new_empty(query.shape)
         sinks = None if sinks is None else sinks.float().contiguous()
-        arguments = _AttentionArguments(
-            *(query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), output.data_ptr()),
-            *(metadata.query_start_loc.data_ptr(), metadata.seq_lens.data_ptr(), tables.data_ptr()),
-            None if sinks is None else sinks.data_ptr(),
-            *(*query.stride()[:2], block_stride, head_stride, tables.stride(0)),
-            *(metadata.seq_lens.shape[0], heads, kv_heads, head_dim, block_size),
-            *(window or 0, scale, softcap or 0.0),
-        )
-        self._attention[dtype](ctypes.byref(arguments))
+        attention.query, attention.output = query.data_ptr(), output.data_ptr()
+        attention.query_token_stride, attention.query_head_stride = query.stride()[:2]
+        attention.query_heads = query.shape[1]
+        attention.sinks = None if sinks is None else sinks.data_ptr()
+        attention.window, attention.scale, attention.softcap = window or 0, scale, softcap or 0.0
+        self._attention[dtype](ctypes.byref(attention))
         return output
 
     def linear(self, x: Tensor, panels: Tensor, bias: Tensor | None, outputs: int, *, gated: bool) -> Tensor:
@@ -211,6 +223,10 @@ class Kernels:
         pointers = flat.data_ptr(), panels.data_ptr(), bias_pointer, y.data_ptr()
         self._linear(*pointers, flat.stride(0), rows, inputs, outputs, gated)
         return y
+
+    def decoder_layer(self, arguments: LayerArguments) -> None:
+        """One whole layer in bfloat16, as kernels/layer.cpp has it. Needs `has_linear`."""
+        self._decoder_layer(ctypes.byref(arguments))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, round_first: bool) -> Tensor:
         """x [..., W] over its last dimension; weight [W] is float32."""
@@ -235,6 +251,33 @@ class Kernels:
             *(tensor.data_ptr() for tensor in (x, cosine, sine)),
             *(x.shape[0], heads, head_dim // 2, x.stride(0)),
         )
+
+
+def set_cache(
+    write: WriteArguments,
+    attention: AttentionArguments,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    metadata: AttentionMetadata,
+    group: int,
+) -> None:
+    """Point the arguments at one layer's part of the cache and at a step's tables."""
+    _, kv_heads, block_size, head_dim = key_cache.shape
+    block_stride, head_stride, *inner = key_cache.stride()
+    slots, tables = metadata.slot_mapping[group], metadata.block_tables[group]
+    assert key_cache.stride() == value_cache.stride()
+    assert inner == [head_dim, 1]
+    assert slots.is_contiguous()
+    assert tables.stride(1) == 1
+    for arguments in (write, attention):
+        arguments.key_cache, arguments.value_cache = key_cache.data_ptr(), value_cache.data_ptr()
+        arguments.block_stride, arguments.head_stride = block_stride, head_stride
+        arguments.kv_heads, arguments.head_dim, arguments.block_size = kv_heads, head_dim, block_size
+    write.slots = slots.data_ptr()
+    attention.query_start_loc = metadata.query_start_loc.data_ptr()
+    attention.seq_lens = metadata.seq_lens.data_ptr()
+    attention.block_tables, attention.table_stride = tables.data_ptr(), tables.stride(0)
+    attention.sequences = metadata.seq_lens.shape[0]
 
 
 def pack_panels(weight: Tensor) -> Tensor:

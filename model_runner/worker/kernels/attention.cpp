@@ -16,7 +16,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "common.h"
+#include "kernels.h"
 
 namespace plimsoll {
 
@@ -38,25 +38,6 @@ inline Vector load(const bfloat16* source) {
     const Words words = __builtin_convertvector(*reinterpret_cast<const Halves*>(source), Words) << 16;
     return reinterpret_cast<const Vector&>(words);
 }
-
-// Mirrored by AttentionArguments in native.py. Strides are in elements; the head dimension is contiguous everywhere.
-struct AttentionArguments {
-    const void* query;      // [T, query_heads, head_dim]
-    const void* key_cache;  // [blocks, kv_heads, head_dim, block_size]
-    const void* value_cache;  // [blocks, kv_heads, block_size, head_dim]
-    void* output;  // [T, query_heads, head_dim], contiguous
-    const int32_t* query_start_loc;  // [S + 1]
-    const int32_t* seq_lens;  // [S]
-    const int32_t* block_tables;  // [S, table_stride]
-    const float* sinks;  // [query_heads] or null
-    int64_t query_token_stride, query_head_stride;
-    int64_t block_stride, head_stride;  // of both caches
-    int64_t table_stride;
-    int64_t sequences, query_heads, kv_heads, head_dim, block_size;
-    int64_t window;  // tokens attended to, the query's own included; 0 is no limit
-    float scale;
-    float softcap;  // 0 is none
-};
 
 struct Task {
     int32_t sequence, first_token, tokens, kv_head;  // first_token counts from the sequence's first in this batch
@@ -418,18 +399,6 @@ void paged_attention(const AttentionArguments& a) {
     }
 }
 
-// Mirrored by WriteArguments in native.py.
-struct WriteArguments {
-    const void* key;  // [T, kv_heads, head_dim]
-    const void* value;
-    void* key_cache;    // [blocks, kv_heads, head_dim, block_size]
-    void* value_cache;  // [blocks, kv_heads, block_size, head_dim]
-    const int64_t* slots;  // [T]
-    int64_t key_token_stride, key_head_stride, value_token_stride, value_head_stride;
-    int64_t block_stride, head_stride;  // of both caches
-    int64_t tokens, kv_heads, head_dim, block_size;
-};
-
 template <typename T>
 void write_kv(const WriteArguments& a) {
 #pragma omp parallel for if (a.tokens > 4)
@@ -445,6 +414,11 @@ void write_kv(const WriteArguments& a) {
         }
     }
 }
+
+template void paged_attention<float>(const AttentionArguments&);
+template void paged_attention<bfloat16>(const AttentionArguments&);
+template void write_kv<float>(const WriteArguments&);
+template void write_kv<bfloat16>(const WriteArguments&);
 
 }  // namespace plimsoll
 

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <atomic>
 
-#include "common.h"
+#include "kernels.h"
 
 #if defined(__AVX512BF16__) && defined(__AVX512F__)
 #include <immintrin.h>
@@ -19,18 +19,6 @@ namespace plimsoll {
 constexpr int kPanel = 32;
 constexpr int kRows = 12;        // 12 rows · 2 vectors of sums fill 24 of the 32 registers
 constexpr int kRowsInCache = 96;  // rows of x that stay in the second-level cache beside a panel
-
-// `gated`: each panel holds 16 gate and 16 up outputs, and
-// y = silu(gate) · up has N / 2 columns.
-struct LinearArguments {
-    const bfloat16* x;  // [rows, inputs], rows x_stride apart
-    const bfloat16* panels;  // [ceil(outputs / 32), inputs / 2, 32, 2]
-    const float* bias;  // [outputs, padded to 32] or null
-    bfloat16* y;  // [rows, outputs], contiguous
-    int64_t x_stride;
-    int64_t rows, inputs, outputs;
-    int64_t gated;
-};
 
 #ifdef PLIMSOLL_HAS_LINEAR
 

@@ -1,5 +1,5 @@
 // The small operations between the matrix products, each one pass over its data.
-#include "common.h"
+#include "kernels.h"
 
 namespace plimsoll {
 
@@ -46,6 +46,11 @@ void rotate(T* x, const T* cosine, const T* sine, int64_t tokens, int64_t heads,
         }
     }
 }
+
+template void rms_norm<float>(const float*, const float*, float*, int64_t, int64_t, float, int);
+template void rms_norm<bfloat16>(const bfloat16*, const float*, bfloat16*, int64_t, int64_t, float, int);
+template void rotate<float>(float*, const float*, const float*, int64_t, int64_t, int64_t, int64_t);
+template void rotate<bfloat16>(bfloat16*, const bfloat16*, const bfloat16*, int64_t, int64_t, int64_t, int64_t);
 
 }  // namespace plimsoll
 

@@ -118,8 +118,8 @@ def test_the_comparison_notices_a_window_off_by_one(
     if all(group.window is None for group in served.layout.groups):
         pytest.skip("no sliding layers")
     for layer in served.layers():
-        if layer._window is not None:
-            layer._window += error
+        if layer.window is not None:
+            layer.window += error
     output = served.generate([prompts[2]], 12)[0]
     assert worst_logit_error(model, served, prompts[2], output) > 1e-4
 
