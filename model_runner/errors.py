@@ -18,6 +18,7 @@ PlimsollError
 ├── ServerFault             a fault of ours while the request ran
 │   └── EngineDied
 └── StartupError            the server cannot start as it was asked to
+    ├── ModelNotPriced          a field of its configuration that the price list can't be read from, by name
     ├── ModelNotServable        a layer, tokenizer or file format that Plimsoll can't serve, by name
     └── DoesNotFit              weights or one request don't fit the memory, with the figures
 """
@@ -145,6 +146,10 @@ class EngineDied(ServerFault):
 
 class StartupError(PlimsollError):
     """Printed as it is to the person who started the server; the process exits with 1."""
+
+
+class ModelNotPriced(StartupError):
+    pass
 
 
 class ModelNotServable(StartupError):
