@@ -22,6 +22,7 @@ from model_runner.worker.attention import PagedAttention
 from model_runner.worker.kv_cache import allocate_kv_cache
 from model_runner.worker.loader import Source, load_model, read_source, weights_bytes
 from model_runner.worker.memory import Plan, mib
+from model_runner.worker.model_config import resolved
 from model_runner.worker.runner import ModelRunner
 from model_runner.worker.sampler import Sampler
 from model_runner.worker.servable import attention_modules
@@ -108,7 +109,7 @@ def _choose(config: EngineConfig, on_progress: OnProgress) -> _Choices:
     device = machine.choose_device(config.device)
     dtype = machine.choose_dtype(config.dtype, device, source.config.dtype)
     layout = BlockLayout.from_config(
-        source.config.to_dict(), block_size=config.block_size, element_bytes=dtype.itemsize
+        resolved(source.config), block_size=config.block_size, element_bytes=dtype.itemsize
     )
     return _Choices(
         source=source,

@@ -18,8 +18,8 @@ PlimsollError
 ├── ServerFault             a fault of ours while the request ran
 │   └── EngineDied
 └── StartupError            the server cannot start as it was asked to
-    ├── ModelNotPriced          a field of its configuration that the price list can't be read from, by name
     ├── ModelNotServable        a layer, tokenizer or file format that Plimsoll can't serve, by name
+    │   └── ModelNotPriced          a configuration that no price can be read from, by the field
     └── DoesNotFit              weights or one request don't fit the memory, with the figures
 """
 
@@ -148,11 +148,11 @@ class StartupError(PlimsollError):
     """Printed as it is to the person who started the server; the process exits with 1."""
 
 
-class ModelNotPriced(StartupError):
+class ModelNotServable(StartupError):
     pass
 
 
-class ModelNotServable(StartupError):
+class ModelNotPriced(ModelNotServable):
     pass
 
 

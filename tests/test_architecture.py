@@ -53,7 +53,13 @@ FLOORS: list[tuple[str, int]] = [
     ("model_runner.core.forecast", 42),
     ("model_runner.core.request", 42),
     ("model_runner.core.block_pool", 40),
-    ("model_runner.core.block_layout", 30),
+    ("model_runner.core.block_layout", 32),
+    ("model_runner.core.kv_spec", 30),
+    ("model_runner.core.config_layers", 28),
+    ("model_runner.core.config_states", 26),
+    ("model_runner.core.config_fields", 24),
+    ("model_runner.core.layer_cache", 22),
+    ("model_runner.core.kv_dtypes", 22),
     ("model_runner.core", 36),  # pace, output
     ("model_runner.messages", 34),
     ("model_runner", 10),  # config, types, errors

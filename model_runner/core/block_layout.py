@@ -1,10 +1,6 @@
-"""The price list: what a model's KV cache costs, in blocks and bytes. The only place where cache is priced.
+"""What Plimsoll allocates for a model that it serves: the price list (KVCacheSpec) in whole, equal blocks.
 
-The one equation, for plain attention (keys and values give the 2):
-
-    KV bytes = 2 · layers · kv_heads · head_dim · tokens · sequences · bytes_per_element
-
-Real models mix layers that keep everything with layers that keep a window, and both must draw on one pool
+Models mix layers that keep everything with layers that keep a window, and both must draw on one pool
 without a split that strands memory. So like layers are cut into groups of equal size (the greatest common
 divisor of the counts: 13 full and 13 sliding layers make two groups of 13; 4 full and 22 sliding make two and
 eleven groups of 2). A **block** holds `block_size` tokens of one group; every group's block has the same
@@ -24,18 +20,19 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
+from model_runner.core.kv_dtypes import KV_DTYPES
+from model_runner.core.kv_spec import KVCacheSpec
+from model_runner.core.layer_cache import LayerCache, LayerKind
 from model_runner.errors import ModelNotServable
-
-LayerKind: TypeAlias = Literal["full", "sliding"]
 
 
 @dataclass(frozen=True, slots=True)
 class BlockGroup:
     """Like layers that share one block table. `layers` are the model's layer indices, in order."""
 
-    kind: LayerKind
+    kind: Literal["full", "sliding"]
     layers: tuple[int, ...]
     kv_heads: int
     head_dim: int
@@ -55,30 +52,39 @@ class BlockLayout:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, block_size: int, element_bytes: int) -> BlockLayout:
-        """Read the price list off a decoder's resolved configuration (`transformers`' `config.to_dict()`).
+        """Lay out what KVCacheSpec reads off a decoder's resolved configuration.
 
         Raises ModelNotServable, naming the field or the layer, for whatever would be priced or run wrongly.
         """
-        if block_size < 1 or element_bytes < 1:
-            raise ValueError(f"block_size {block_size} and element_bytes {element_bytes} must be positive")
-        _refuse_unservable(config)
-        kv_heads, head_dim = _kv_shape(config)
-        layers_by_window: dict[int | None, list[int]] = {}
-        for layer, window in enumerate(_windows(config)):
-            layers_by_window.setdefault(window, []).append(layer)
-        size = gcd(*(len(layers) for layers in layers_by_window.values()))
+        for field, why in _NOT_CAUSAL.items():
+            if config.get(field):
+                raise _not_served(str(config.get("model_type", "unknown")), f"its config sets {field}: {why}")
+        dtype = next(name for name, dtype in KV_DTYPES.items() if dtype.bits == 8 * element_bytes)
+        return cls.from_spec(KVCacheSpec.from_config(config, kv_dtype=dtype), block_size=block_size)
+
+    @classmethod
+    def from_spec(cls, spec: KVCacheSpec, *, block_size: int) -> BlockLayout:
+        """What Plimsoll allocates for a model that it serves.
+
+        Raises ModelNotServable, with the reason, for one whose layers are not all full or sliding, of one
+        shape and with values as wide as keys, kept unquantised on one device.
+        """
+        if block_size < 1:
+            raise ValueError(f"block_size is {block_size}, and must be positive")
+        shape = _one_shape(spec)
+        size = gcd(*(len(group.layers) for group in spec.groups))
         groups = tuple(
             BlockGroup(
-                kind="full" if window is None else "sliding",
-                layers=tuple(layers[first : first + size]),
-                kv_heads=kv_heads,
-                head_dim=head_dim,
-                window=window,
+                kind="full" if group.reach is None else "sliding",
+                layers=group.layers[first : first + size],
+                kv_heads=shape.kv_heads,
+                head_dim=shape.key_dim,
+                window=group.reach,
             )
-            for window, layers in layers_by_window.items()
-            for first in range(0, len(layers), size)
+            for group in spec.groups
+            for first in range(0, len(group.layers), size)
         )
-        return cls(groups=groups, block_size=block_size, element_bytes=element_bytes)
+        return cls(groups=groups, block_size=block_size, element_bytes=spec.dtype.bits // 8)
 
     @property
     def layers_per_group(self) -> int:
@@ -162,93 +168,51 @@ class BlockLayout:
         return budget_blocks // self.sequence_blocks(tokens)
 
 
-_WHY_NOT = {
-    "kv_lora_rank": "latent attention (MLA) caches a compressed vector, not keys and values per head",
-    "num_kv_shared_layers": "some of its layers read another layer's cache",
-    "attention_chunk_size": "chunked attention",
-    "per_layer_config": "its layers differ in their numbers of heads or head sizes",
-    "attention_k_eq_v": "its layers keep one tensor for keys and values",
-    "layers_block_type": "it mixes attention with other kinds of layers",
-    "block_types": "it mixes attention with other kinds of layers",
-    "hybrid_override_pattern": "it mixes attention with other kinds of layers",
-    "is_encoder_decoder": "it is an encoder-decoder",
+_NOT_CAUSAL = {
     "use_bidirectional_attention": "its attention is not causal",
     "alibi": "ALiBi position biases",
 }
-_WHY_NOT_PREFIX = {
-    "mamba": "it has state-space layers",
-    "ssm_": "it has state-space layers",
-    "conv_L_cache": "it has convolution layers with a state",
-    "swa_": "its sliding layers have their own numbers of heads or head sizes",
+_WHY_NOT: dict[LayerKind, str] = {
+    "chunked": "attend within chunks",
+    "latent": "cache a compressed latent (MLA), not keys and values per head",
+    "recurrent": "keep a recurrent state",
+    "shared": "read another layer's cache",
 }
-_WHY_NOT_SUFFIX = {"_per_layer": "its layers differ"}
 
 
-def _refuse_unservable(config: Mapping[str, Any]) -> None:
-    for field, value in config.items():
-        if not value:
-            continue
-        why = _WHY_NOT.get(field)
-        why = why or next((why for prefix, why in _WHY_NOT_PREFIX.items() if field.startswith(prefix)), None)
-        why = why or next((why for suffix, why in _WHY_NOT_SUFFIX.items() if field.endswith(suffix)), None)
-        if why is not None:
-            raise _not_servable(config, f"its config sets {field}: {why}")
+def _one_shape(spec: KVCacheSpec) -> LayerCache:
+    """A full or sliding layer's cache, which but for its reach is every layer's."""
+    for group in spec.groups:
+        layer = group.layers[0]
+        if group.kind in _WHY_NOT:
+            raise _not_served(
+                spec.model_type, f"some of its layers (the first is {layer}) {_WHY_NOT[group.kind]}"
+            )
+        if group.cache.own_tokens or group.cache.indexer_dim or group.cache.stride > 1:
+            raise _not_served(spec.model_type, f"layer {layer} caches more than its tokens' keys and values")
+        key_dim, value_dim = group.cache.key_dim, group.cache.value_dim
+        if key_dim != value_dim:
+            raise _not_served(
+                spec.model_type, f"layer {layer} has keys of {key_dim} and values of {value_dim} elements"
+            )
+    caches = [group.cache for group in spec.groups]
+    if not caches:
+        raise _not_served(spec.model_type, "none of its layers has a cache")
+    if len({(cache.kv_heads, cache.key_dim) for cache in caches}) > 1:
+        raise _not_served(spec.model_type, "its layers differ in their numbers of heads or head sizes")
+    if sum(len(group.layers) for group in spec.groups) != len({n for g in spec.groups for n in g.layers}):
+        raise _not_served(spec.model_type, "some of its layers run several times for each token")
+    if spec.dtype.quantised:
+        raise _not_served(spec.model_type, f"its cache would be quantised ({spec.kv_dtype})")
+    if spec.tensor_parallel != 1:
+        raise _not_served(spec.model_type, f"it would be divided among {spec.tensor_parallel} devices")
+    return caches[0]
 
 
-def _windows(config: Mapping[str, Any]) -> list[int | None]:
-    """Each layer's window, in tokens; None where a layer attends to everything."""
-    num_layers = _positive_int(config, "num_hidden_layers")
-    layer_types = config.get("layer_types")
-    slides = bool(config.get("sliding_window")) and config.get("use_sliding_window", True)
-    if layer_types is None:
-        # The families without layer_types (Mistral, Phi-3, Qwen3-MoE …) apply a window to all layers.
-        if slides and config.get("max_window_layers") is not None:
-            raise _not_servable(config, "its config sets max_window_layers but not layer_types")
-        layer_types = ["sliding_attention" if slides else "full_attention"] * num_layers
-    if len(layer_types) != num_layers:
-        raise _not_servable(config, f"it has {num_layers} layers and {len(layer_types)} layer_types")
-    windows: list[int | None] = []
-    for layer, layer_type in enumerate(layer_types):
-        if layer_type == "full_attention":
-            windows.append(None)
-        elif layer_type == "sliding_attention":
-            if not slides:
-                raise _not_servable(config, f"layer {layer} slides, but no sliding_window is in use")
-            windows.append(_positive_int(config, "sliding_window"))
-        else:
-            raise _not_servable(config, f"layer {layer} is {layer_type!r}")
-    return windows
-
-
-def _kv_shape(config: Mapping[str, Any]) -> tuple[int, int]:
-    """(kv_heads, head_dim), the same for every layer."""
-    heads = _positive_int(config, "num_attention_heads")
-    has_kv_heads = config.get("num_key_value_heads") is not None
-    kv_heads = _positive_int(config, "num_key_value_heads") if has_kv_heads else heads
-    if heads % kv_heads:
-        raise _not_servable(config, f"{heads} query heads are not a multiple of {kv_heads} key-value heads")
-    if config.get("head_dim") is not None:
-        head_dim = _positive_int(config, "head_dim")
-    else:
-        head_dim = _positive_int(config, "hidden_size") // heads
-    if config.get("v_head_dim") not in (None, head_dim):
-        raise _not_servable(
-            config, f"its keys have {head_dim=} and its values v_head_dim={config['v_head_dim']}"
-        )
-    return kv_heads, head_dim
-
-
-def _positive_int(config: Mapping[str, Any], field: str) -> int:
-    value = config.get(field)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise _not_servable(config, f"its config's {field} is {value!r}, not one positive number")
-    return value
-
-
-def _not_servable(config: Mapping[str, Any], reason: str) -> ModelNotServable:
+def _not_served(model_type: str, reason: str) -> ModelNotServable:
     return ModelNotServable(
-        f"Plimsoll can't serve the model type {config.get('model_type', 'unknown')!r}: {reason}. "
-        "It serves decoders whose layers are all 'full_attention' or 'sliding_attention' of one shape."
+        f"Plimsoll does not serve the model type {model_type!r} yet, because {reason}. "
+        "It serves decoders whose layers are all full or sliding attention of one shape."
     )
 
 

@@ -15,7 +15,9 @@ class ConfigFields:
     """A decoder's fields; the language model's, where they are nested. Layers may override them."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        while nested := next((config[name] for name in _NESTED if isinstance(config.get(name), Mapping)), None):
+        while nested := next(
+            (config[name] for name in _NESTED if isinstance(config.get(name), Mapping)), None
+        ):
             config = nested
         self._config = config
         self.model_type = str(config.get("model_type", "unknown"))
@@ -44,4 +46,6 @@ class ConfigFields:
         return self.count(name, layer)
 
     def refuse(self, field: str, why: str) -> NoReturn:
-        raise ModelNotPriced(f"The KV cache of model type {self.model_type!r} can't be priced by its {field}: {why}.")
+        raise ModelNotPriced(
+            f"The KV cache of model type {self.model_type!r} can't be priced by its {field}: {why}."
+        )

@@ -1,9 +1,9 @@
 """From a configuration to what each of its layers keeps. Attention is read here; states in config_states.
 
-The fields are `transformers`' own, whose configuration classes have given models of a hundred families the same
-names for the same things: `layer_types` says what each layer is, `kv_sharing_modes` which of them read another's
-cache, `per_layer_config` where layers differ. Nothing is guessed: a kind of layer that is not known here, or a
-field that is not a number, is refused by name.
+The fields are `transformers`' own, whose configuration classes have given models of a hundred families the
+same names for the same things: `layer_types` says what each layer is, `kv_sharing_modes` which of them read
+another's cache, `per_layer_config` where layers differ. Nothing is guessed: a kind of layer that is not known
+here, or a field that is not a number, is refused by name.
 """
 
 from __future__ import annotations
@@ -13,13 +13,34 @@ from typing import Any
 
 from model_runner.core.config_fields import ConfigFields
 from model_runner.core.config_states import read_state
-from model_runner.core.layer_cache import LayerCache, StateTensor
+from model_runner.core.layer_cache import LayerCache, LayerKind, StateTensor
 
 _SLIDING = frozenset({"sliding_attention", "hybrid_sliding", "local"})
 _FULL = frozenset({"full_attention", "indexed_attention", "hybrid", "global", "attention"})
 _RECURRENT = frozenset({"linear_attention", "conv", "mamba", "recurrent"})
 _WITH_STATE = frozenset({"hybrid", "hybrid_sliding"})
 _COMPRESSED = frozenset({"heavily_compressed_attention", "compressed_sparse_attention"})
+# Fields of models that mix kinds of layers. transformers' classes turn them into layer_types (resolved
+# configurations have those); read without them, such a model would be priced as if it were plain.
+_NEEDS_LAYER_TYPES = (
+    *(
+        "state_size",
+        "mamba_d_state",
+        "mamba_num_heads",
+        "ssm_state_size",
+        "conv_L_cache",
+        "linear_num_value_heads",
+        "linear_num_heads",
+    ),
+    *(
+        "lru_width",
+        "block_types",
+        "hybrid_override_pattern",
+        "attn_layer_period",
+        "compress_rates",
+        "hybrid_layer_ids",
+    ),
+)
 _NOTHING = frozenset({"moe", "mlp", "dummy"})  # layers that keep nothing
 
 
@@ -45,11 +66,15 @@ def read_layers(config: Mapping[str, Any]) -> list[tuple[int, tuple[LayerCache, 
     if fields.model_type in _NOT_A_DECODER:
         fields.refuse(*_NOT_A_DECODER[fields.model_type])
     sharing = fields.get("kv_sharing_modes")
+    if fields.get("num_kv_shared_layers") and not sharing:
+        fields.refuse("num_kv_shared_layers", "which layers share is not said without kv_sharing_modes")
     kinds = _layer_types(fields)
     layers = []
     for layer in _order(fields, len(kinds)):
         shared = bool(sharing) and sharing[layer] == "reuse"
-        layers.append((layer, (LayerCache("shared"),) if shared else _read_layer(fields, layer, kinds[layer])))
+        layers.append(
+            (layer, (LayerCache("shared"),) if shared else _read_layer(fields, layer, kinds[layer]))
+        )
     return layers
 
 
@@ -68,9 +93,19 @@ def _order(fields: ConfigFields, count: int) -> list[int]:
 
 
 def _layer_types(fields: ConfigFields) -> list[str]:
-    layer_types = fields.get("layer_types") or fields.get("layers_block_type") or fields.get("attention_layers")
+    layer_types = (
+        fields.get("layer_types") or fields.get("layers_block_type") or fields.get("attention_layers")
+    )
     if layer_types is not None:
+        if len(layer_types) != fields.count("num_hidden_layers"):
+            fields.refuse(
+                "layer_types",
+                f"it lists {len(layer_types)}, and there are {fields.get('num_hidden_layers')} layers",
+            )
         return list(layer_types)
+    for field in _NEEDS_LAYER_TYPES:
+        if fields.get(field):
+            fields.refuse(field, "which layers it is about is not said without layer_types")
     if fields.model_type in ("rwkv", "xlstm"):
         return ["linear_attention"] * fields.count("num_hidden_layers")
     # transformers' own rule for the families without layer_types: a window, or a chunk, is every layer's.
@@ -120,7 +155,7 @@ def _attention(fields: ConfigFields, layer: int, kind: str, reach: int | None) -
             reach=reach,
         )
     kv_heads, key_dim, value_dim = _heads(fields, layer, slides=kind in _SLIDING)
-    name = "full" if reach is None else "chunked" if kind == "chunked_attention" else "sliding"
+    name: LayerKind = "full" if reach is None else "chunked" if kind == "chunked_attention" else "sliding"
     return LayerCache(
         name,
         kv_heads,
@@ -147,7 +182,9 @@ def _heads(fields: ConfigFields, layer: int, *, slides: bool) -> tuple[int, int,
     else:
         hidden = fields.count("hidden_size", layer)
         if hidden % heads:
-            fields.refuse("head_dim", f"it is not set, and {hidden} hidden units are no multiple of {heads} heads")
+            fields.refuse(
+                "head_dim", f"it is not set, and {hidden} hidden units are no multiple of {heads} heads"
+            )
         key_dim = hidden // heads
     values = [f"{prefix}v_head_dim" for prefix in own]
     has_own_values = any(fields.get(name, layer) is not None for name in values)
@@ -172,11 +209,11 @@ def _kv_heads(fields: ConfigFields, layer: int, own: tuple[str, ...], heads: int
 
 
 def _compressed(fields: ConfigFields, layer: int, kind: str) -> tuple[LayerCache, ...]:
-    """DeepSeek-V4's: a window whose values are its keys, entries that each stand for many tokens, and the tokens
-    that wait for the next entry (transformers' DeepseekV4HCACache and DeepseekV4CSACache).
+    """DeepSeek-V4's: a window whose values are its keys, entries that each stand for many tokens, and the
+    tokens that wait for the next entry (transformers' DeepseekV4HCACache and DeepseekV4CSACache).
 
-    What waits is fixed here at its most: `rate` tokens' inputs and gates. Sparse layers compress two overlapping
-    series, remember the last window of one, and do all of it a second time for the indexer.
+    What waits is fixed here at its most: `rate` tokens' inputs and gates. Sparse layers compress two
+    overlapping series, remember the last window of one, and do all of it a second time for the indexer.
     """
     rate = int(fields.get("compress_rates")[kind])
     head_dim = fields.count("head_dim", layer)

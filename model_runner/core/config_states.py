@@ -1,7 +1,8 @@
 """From a configuration to the fixed state of a recurrent layer: its elements, by what ranks divide.
 
-A causal convolution of width k needs the k - 1 inputs before the next one. Recurrent states are sums over the whole
-context and are kept in float32, as transformers and llama.cpp keep them; convolution states as the model runs.
+A causal convolution of width k needs the k - 1 inputs before the next one. Recurrent states are sums over the
+whole context and are kept in float32, as transformers and llama.cpp keep them; convolution states as the
+model runs.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def read_state(fields: ConfigFields, layer: int, kind: str) -> _State:
         return _mamba2(fields, *names)
     if fields.has("mamba_d_state"):
         return _mamba(fields, _expanded(fields), "mamba_d_state", "mamba_d_conv")
-    fields.refuse("layer_types", f"layer {layer} is {kind!r}, and no field known here gives the size of its state")
+    return fields.refuse(
+        "layer_types", f"layer {layer} is {kind!r}, and no field known here gives the size of its state"
+    )
 
 
 def _convolution(name: str, channels: int, width: int, *, float32: bool = False) -> _State:
@@ -52,9 +55,10 @@ def _expanded(fields: ConfigFields) -> int:
 
 
 def _mamba2(fields: ConfigFields, heads: str, head_dim: str, groups: str, state: str, width: str) -> _State:
-    """Dao & Gu, "Transformers are SSMs" (arXiv:2405.21060): heads · head_dim · state numbers; the convolution also
-    passes over the B and C of each group."""
-    inner, of_groups = fields.count(heads) * fields.count(head_dim), fields.count(groups) * fields.count(state)
+    """Dao & Gu, "Transformers are SSMs" (arXiv:2405.21060): heads · head_dim · state numbers; the convolution
+    also passes over the B and C of each group."""
+    inner = fields.count(heads) * fields.count(head_dim)
+    of_groups = fields.count(groups) * fields.count(state)
     return (
         StateTensor("state", fields.count(heads), fields.count(head_dim) * fields.count(state), "float32"),
         *_convolution("convolution", inner, fields.count(width)),
@@ -72,8 +76,8 @@ _MAMBA2_NAMES = (  # heads, head size, groups, state, convolution width, as the 
 
 
 def _gated_delta(fields: ConfigFields) -> _State:
-    """Yang et al., "Gated Delta Networks" (arXiv:2412.06464): one key_dim · value_dim matrix a value head, behind
-    convolutions over queries, keys and values."""
+    """Yang et al., "Gated Delta Networks" (arXiv:2412.06464): one key_dim · value_dim matrix a value head,
+    behind convolutions over queries, keys and values."""
     key_heads, key_dim = fields.count("linear_num_key_heads"), fields.count("linear_key_head_dim")
     heads, value_dim = fields.count("linear_num_value_heads"), fields.count("linear_value_head_dim")
     width = fields.count("linear_conv_kernel_dim")
@@ -116,19 +120,21 @@ def _lightning(fields: ConfigFields) -> _State:
 def _rwkv(fields: ConfigFields) -> _State:
     """Peng et al., "RWKV" (arXiv:2305.13048): the last input of both halves of a block, and numerator,
     denominator and maximum of the attention."""
-    hidden, attention = fields.count("hidden_size"), fields.first_count("attention_hidden_size", "hidden_size")
+    hidden = fields.count("hidden_size")
+    attention = fields.first_count("attention_hidden_size", "hidden_size")
     return (StateTensor("last inputs", hidden, 2, "model"), StateTensor("state", attention, 3, "float32"))
 
 
 def _xlstm(fields: ConfigFields) -> _State:
-    """Beck et al., "xLSTM" (arXiv:2405.04517): the mLSTM's matrix, its normaliser and its stabiliser; transformers
-    keeps them as the model runs."""
+    """Beck et al., "xLSTM" (arXiv:2405.04517): the mLSTM's matrix, its normaliser and its stabiliser;
+    transformers keeps them as the model runs."""
     keys, values = fields.count("qk_head_dim"), fields.count("v_head_dim")
     return (StateTensor("state", fields.count("num_heads"), keys * values + keys + 1, "model"),)
 
 
 def _convolved_attention(fields: ConfigFields) -> _State:
-    """Zaya's: two convolutions over queries and keys, one after the other, and half a value of the last token."""
+    """Zaya's: two convolutions over queries and keys, one after the other, and half a value of the last
+    token."""
     heads, kv_heads = fields.count("num_attention_heads"), fields.count("num_key_value_heads")
     head_dim = fields.count("head_dim")
     width = fields.count("cca_time0") + fields.count("cca_time1") - 1
@@ -140,7 +146,8 @@ def _convolved_attention(fields: ConfigFields) -> _State:
 
 
 def _short_convolutions(fields: ConfigFields, kind: str) -> _State:
-    """Inkling's: over keys, over values, and over what attention and the feed-forward give; kept in float32."""
+    """Inkling's: over keys, over values, and over what attention and the feed-forward give; kept in
+    float32."""
     own = "swa_" if kind == "hybrid_sliding" else ""
     keys = fields.count(f"{own}num_key_value_heads") * fields.count(f"{own}head_dim")
     width, hidden = fields.count("conv_kernel_size"), fields.count("hidden_size")

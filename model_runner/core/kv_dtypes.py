@@ -19,7 +19,8 @@ class KVDtype:
         return self.bits < 16
 
     def vector_bytes(self, elements: int) -> int:
-        """Bytes of a vector of so many elements with its scales: ceil(elements · bits / 8) + groups · group_bytes."""
+        """Bytes of a vector of so many elements with its scales: ceil(elements · bits / 8) + groups ·
+        group_bytes."""
         if elements == 0:
             return 0
         packed = -(-elements * self.bits // 8)
@@ -28,10 +29,10 @@ class KVDtype:
         return packed + (1 if self.group == 0 else -(-elements // self.group)) * self.group_bytes
 
 
-# Sources of the scales: fp8 is scaled per tensor (vLLM, TensorRT-LLM), which costs nothing per token. int8 keeps
-# one float32 scale for each vector (vLLM's per-token-and-head scales). int4 keeps a 16-bit scale and a 16-bit zero
-# point for each 64 elements (transformers' QuantizedCache, q_group_size 64). q8_0 and q4_0 are llama.cpp's blocks
-# of 32 elements with one float16 scale.
+# Sources of the scales: fp8 is scaled per tensor (vLLM, TensorRT-LLM), which costs nothing per token. int8
+# keeps one float32 scale for each vector (vLLM's per-token-and-head scales). int4 keeps a 16-bit scale and a
+# 16-bit zero point for each 64 elements (transformers' QuantizedCache, q_group_size 64). q8_0 and q4_0 are
+# llama.cpp's blocks of 32 elements with one float16 scale.
 KV_DTYPES: dict[str, KVDtype] = {
     dtype.name: dtype
     for dtype in (

@@ -2,18 +2,18 @@
 
     KV bytes = 2 · layers · kv_heads · head_dim · tokens · sequences · bytes_per_element
 
-is exact for plain attention. Half of today's models slide, chunk, compress, share or replace it, so a model is a
-list of groups of like layers, each priced by its kind:
+is exact for plain attention. Half of today's models slide, chunk, compress, share or replace it, so a model
+is a list of groups of like layers, each priced by its kind:
 
     full       kv_heads · (key_dim + value_dim) elements a token, for ever
     sliding    the same, for at most `reach` tokens: the window
     chunked    the same, for at most `reach` tokens: the chunk
-    latent     latent_dim + rope_dim elements a token (and an indexer's key), without a factor 2 and without heads
+    latent     latent_dim + rope_dim elements a token, and an indexer's key: no factor 2, and no heads
     recurrent  a state that does not grow
     shared     nothing
 
-This is what the model **needs**, the floor of any engine. What Plimsoll **allocates** when it serves the model, in
-whole blocks, is `BlockLayout`, made from this.
+This is what the model **needs**, the floor of any engine. What Plimsoll **allocates** when it serves the
+model, in whole blocks, is `BlockLayout`, made from this.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class LayerGroup:
     """Like layers. All bytes are of all its layers together, of one sequence, on one device."""
 
     cache: LayerCache
-    # The model's layer indices. One with attention and a state is in two groups; one that is run several times
-    # for each token keeps a cache for each time, and is here as often.
+    # The model's layer indices. One with attention and a state is in two groups; one that is run several
+    # times for each token keeps a cache for each time, and is here as often.
     layers: tuple[int, ...]
     kv_dtype: str
     model_dtype: str  # of states that are kept as the model runs
@@ -84,7 +84,8 @@ class LayerGroup:
         return len(self.layers) * total
 
     def sequence_bytes(self, tokens: int) -> int:
-        """Bytes that `tokens` tokens of one sequence hold: min(tokens, reach) / stride entries, and the state."""
+        """Bytes that `tokens` tokens of one sequence hold: min(tokens, reach) / stride entries, and the
+        state."""
         if tokens == 0:
             return 0
         kept = tokens + self.cache.own_tokens
@@ -169,7 +170,8 @@ class KVCacheSpec:
         return budget_bytes // price if price else None
 
     def longest_context(self, sequences: int, budget_bytes: int, limit: int) -> int:
-        """The most tokens, at most `limit`, that each of `sequences` sequences may hold; 0 if not even one."""
+        """The most tokens, at most `limit`, that each of `sequences` sequences may hold; 0 if not even
+        one."""
         return bisect_right(
             range(1, limit + 1), budget_bytes, key=lambda tokens: sequences * self.sequence_bytes(tokens)
         )
@@ -181,6 +183,6 @@ def _refuse_uneven(model_type: str, cache: LayerCache, ranks: int) -> None:
     for what, heads in shared_out.items():
         if heads_per_rank(heads, ranks) is None:
             raise ModelNotPriced(
-                f"{model_type} can't be divided among {ranks} ranks: {what}, {heads}, is neither a multiple of the "
-                "ranks nor divides them."
+                f"{model_type} can't be divided among {ranks} ranks: {what}, {heads}, is neither a multiple "
+                "of the ranks nor divides them."
             )

@@ -29,14 +29,16 @@ class StateTensor:
 class LayerCache:
     """One layer's cache. Equal ones are like layers.
 
-    full, sliding, chunked   `kv_heads` keys of `key_dim` and values of `value_dim` for each token; a `value_dim` of 0
-                             says that the values are the keys, stored once
-    latent                   one latent of `latent_dim` and one rotated key of `rope_dim` for each token
-    recurrent                `state`, of a fixed size
-    shared                   nothing: it reads another layer's
+    full       `kv_heads` keys of `key_dim` and values of `value_dim` for each token; a `value_dim` of 0 says
+    sliding    that the values are the keys, stored once
+    chunked
+    latent     one latent of `latent_dim` and one rotated key of `rope_dim` for each token
+    recurrent  `state`, of a fixed size
+    shared     nothing: it reads another layer's
 
-    `reach` is the most tokens kept, and None keeps all. `stride` tokens make one entry (compressed attention).
-    `indexer_dim` is a sparse indexer's key beside each entry. `own_tokens` are put before every prompt by the model.
+    `reach` is the most tokens kept, and None keeps all. `stride` tokens make one entry (compressed
+    attention). `indexer_dim` is a sparse indexer's key beside each entry. `own_tokens` are put before every
+    prompt by the model.
     """
 
     kind: LayerKind
@@ -55,8 +57,8 @@ class LayerCache:
 def heads_per_rank(heads: int, ranks: int) -> int | None:
     """How many of `heads` one of `ranks` holds; None where they can't be shared out.
 
-    Heads are divided where the ranks divide them. With more ranks than heads, in multiples, each rank holds one
-    head, which is then kept several times (Megatron-LM's rule, and vLLM's).
+    Heads are divided where the ranks divide them. With more ranks than heads, in multiples, each rank holds
+    one head, which is then kept several times (Megatron-LM's rule, and vLLM's).
     """
     if heads % ranks == 0:
         return heads // ranks

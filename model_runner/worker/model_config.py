@@ -1,7 +1,8 @@
 """A model's configuration with nothing left out, as plain data for the pure price list.
 
-`config.json` files leave out what their authors took for granted, and families spell the same thing in different
-ways. transformers' configuration classes know the defaults and the other names; this is where they are asked.
+`config.json` files leave out what their authors took for granted, and families spell the same thing in
+different ways. transformers' configuration classes know the defaults and the other names; this is where they
+are asked.
 """
 
 from __future__ import annotations
@@ -52,4 +53,6 @@ def resolve(config: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return resolved(AutoConfig.for_model(model_type, **fields))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ModelNotPriced(f"transformers can't read this configuration of model type {model_type!r}: {error}") from error
+        raise ModelNotPriced(
+            f"transformers can't read this configuration of model type {model_type!r}: {error}"
+        ) from error

@@ -1,13 +1,13 @@
-"""The price list against transformers' own caches, for every decoder that transformers ships and can build tiny.
+"""The price list against transformers' own caches, for every decoder that transformers ships and can build
+tiny.
 
-Each model runs 40 tokens through its own cache, past every window. The bytes of that cache's tensors must be what
-the price list says the model needs, or differ by a rule below: something that transformers keeps beside the need,
-or does not keep, whatever the model.
+Each model runs 40 tokens through its own cache, past every window. The bytes of that cache's tensors must be
+what the price list says the model needs, or differ by a rule below: something that transformers keeps beside
+the need, or does not keep, whatever the model.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -100,8 +100,8 @@ def compare(spec: KVCacheSpec, cache: Any) -> Comparison:
     for group in spec.groups:
         for layer in group.layers:
             kept = layers[layer] if layer < len(layers) else None
-            comparison.expected_bytes += expected_entries(group, kept, comparison) * group.bytes_per_entry // len(
-                group.layers
+            comparison.expected_bytes += (
+                expected_entries(group, kept, comparison) * group.bytes_per_entry // len(group.layers)
             )
             comparison.expected_bytes += expected_state(group, kept, comparison)
     for layer in layers:

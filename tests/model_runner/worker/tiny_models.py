@@ -1,7 +1,7 @@
 """A tiny model of every type that transformers ships: its own default configuration, made small.
 
-What matters to a cache stays as the defaults have it (which layers there are, how they differ, what they share);
-sizes shrink by the rules below, and windows and chunks to 8 tokens, so that 40 show them.
+What matters to a cache stays as the defaults have it (which layers there are, how they differ, what they
+share); sizes shrink by the rules below, and windows and chunks to 8 tokens, so that 40 show them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ _SIZES: dict[str, int] = {
     **dict.fromkeys(("attention_hidden_size", "lru_width", "word_embed_proj_dim", "embedding_size"), 64),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), 4),
     **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads", "swa_num_attention_heads"), 4),
-    **dict.fromkeys(("head_dim", "swa_head_dim", "attention_head_dim", "kv_channels", "dim_head", "rotary_dim"), 16),
+    **dict.fromkeys(
+        ("head_dim", "swa_head_dim", "attention_head_dim", "kv_channels", "dim_head", "rotary_dim"), 16
+    ),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "dim_ff", "dff"), 96),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 48),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 256),
@@ -45,7 +47,15 @@ _SIZES: dict[str, int] = {
 }
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads")
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers")
-_NOT_ARGUMENTS = ("transformers_version", "architectures", "dtype", "id2label", "label2id", "_name_or_path", "model_type")
+_NOT_ARGUMENTS = (
+    "transformers_version",
+    "architectures",
+    "dtype",
+    "id2label",
+    "label2id",
+    "_name_or_path",
+    "model_type",
+)
 
 # What the rules above can't know: sizes that must agree with each other, and defaults that don't run.
 _MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16}
@@ -59,20 +69,29 @@ _KDA = {"linear_num_heads": 2, "linear_head_dim": 16}
 _TUNED: dict[str, dict[str, Any]] = {
     "bailing_hybrid": _KDA,
     "bamba": {**_MAMBA2, "attn_layer_indices": [1, 3]},
-    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    },
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "deepseek_v2": {"num_experts_per_tok": 2},
     "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
-    "dory": {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1, "layer_types": None, "num_hidden_layers": 4},
+    "dory": {
+        "n_input_layers": 1,
+        "n_recurrent_layers": 2,
+        "n_output_layers": 1,
+        "layer_types": None,
+        "num_hidden_layers": 4,
+    },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note_text": {
         "head_dim": 24,
         "per_layer_config": {
-            layer: {"num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 64} for layer in (2, 3)
-        }
+            layer: {"num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 64}
+            for layer in (2, 3)
+        },
     },
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16},
     "gemma3n_text": {
@@ -125,7 +144,14 @@ _TUNED: dict[str, dict[str, Any]] = {
     "xlnet": {"d_head": 16},
     "xlstm": {"hidden_size": 128, "embedding_dim": 128, "num_heads": 2, "num_blocks": 4},
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32, "num_hidden_layers": 6, "attn_layer_period": 2, "attn_layer_offset": 1, "layers_block_type": None},
+    "zamba": {
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "num_hidden_layers": 6,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "layers_block_type": None,
+    },
     "zamba2": {
         "attention_hidden_size": 128,
         "attention_head_dim": 32,
