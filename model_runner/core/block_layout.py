@@ -163,6 +163,14 @@ class BlockLayout:
             key=lambda max_tokens: self.request_blocks(prompt_tokens, max_tokens, n),
         )
 
+    def longest_context(self, sequences: int, budget_bytes: int, limit: int) -> int:
+        """The most tokens, at most `limit`, that each of `sequences` sequences may hold; 0 if not even
+        one."""
+        budget_blocks = budget_bytes // self.block_bytes
+        return bisect_right(
+            range(1, limit + 1), budget_blocks, key=lambda tokens: sequences * self.sequence_blocks(tokens)
+        )
+
     def max_sequences(self, tokens: int, budget_blocks: int) -> int:
         """How many single sequences of `tokens` cached tokens fit `budget_blocks` at once."""
         return budget_blocks // self.sequence_blocks(tokens)

@@ -110,8 +110,10 @@ def skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> nn.Module:
                 config, dtype=dtype, trust_remote_code=False
             )
     except (ValueError, TypeError, AttributeError) as error:
+        # transformers' own words go on to list every class it has.
+        reason = str(error).split(" Model type should be one of")[0].splitlines()[0]
         raise ModelNotServable(
-            f"transformers has no causal language model for {config.model_type!r}: {error}"
+            f"transformers has no causal language model for {config.model_type!r}: {reason}"
         ) from error
     model.tie_weights()  # type: ignore[operator]
     return model

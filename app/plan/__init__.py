@@ -1,0 +1,1 @@
+"""`plimsoll plan`: what a model needs and how much of it fits, before anything runs."""

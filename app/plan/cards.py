@@ -1,0 +1,46 @@
+"""Common accelerators: memory as their drivers report it, and the bandwidth that their makers state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_MIB = 1 << 20
+_GB = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    name: str
+    memory_bytes: int
+    bandwidth: float  # bytes per second
+
+
+# NVIDIA's memory is what nvidia-smi calls total; bandwidth is from the data sheets (SXM where there are
+# several). AMD's and Intel's are from the data sheets, their GB taken as GiB, which is how the memory chips
+# count.
+CARDS: dict[str, Card] = {
+    name: Card(name, mib * _MIB, gb_per_second * _GB)
+    for name, mib, gb_per_second in (
+        ("T4", 15360, 320),
+        ("L4", 23034, 300),
+        ("A10", 23028, 600),
+        ("L40S", 46068, 864),
+        ("RTX-3090", 24576, 936),
+        ("RTX-4090", 24564, 1008),
+        ("RTX-5090", 32607, 1792),
+        ("A100-40GB", 40960, 1555),
+        ("A100-80GB", 81920, 2039),
+        ("H100", 81559, 3350),
+        ("H200", 143771, 4800),
+        ("B200", 183359, 8000),
+        ("MI300X", 192 * 1024, 5300),
+        ("MI325X", 256 * 1024, 6000),
+        ("Gaudi3", 128 * 1024, 3700),
+    )
+}
+
+
+def find_card(name: str) -> Card | None:
+    """By its name in any case, with or without its hyphens."""
+    plain = name.lower().replace("-", "").replace(" ", "").replace("_", "")
+    return next((card for card in CARDS.values() if card.name.lower().replace("-", "") == plain), None)

@@ -1,0 +1,187 @@
+"""The options of `plimsoll plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from app.options import UsageError, build_parser, option, options_of, read_flags
+from app.plan.cards import CARDS, Card, find_card
+from app.settings import default_cache_dir
+from app.sizes import parse_size
+from app.values import block_size, choice, did_you_mean, integer, memory, number, text
+
+# Named here and not imported: the price list knows the same ones, and a test holds the two together.
+KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "int8", "int4", "q8_0", "q4_0")
+PLOT_FORMATS = (".png", ".svg", ".html")
+
+_MODEL = "the model"
+_DEVICE = "the device"
+_QUESTION = "the question"
+_ANSWER = "the answer"
+
+
+def _device(value: str) -> Card:
+    card = find_card(value)
+    if card is not None:
+        return card
+    try:
+        return Card(value, memory(value), 0.0)
+    except ValueError as error:
+        guess = did_you_mean(value, CARDS)
+        raise ValueError(f"{error}, or a card's name: {', '.join(CARDS)}{guess}") from None
+
+
+def _bandwidth(value: str) -> float:
+    size, slash, second = value.partition("/")
+    if slash and second.strip() != "s":
+        raise ValueError(f"{value!r} is not a bandwidth; write 3.35TB/s, 900GB/s or bytes per second")
+    return float(parse_size(size))
+
+
+def _token_counts(value: str) -> tuple[int, ...]:
+    """`4096,32K,1M`: K and M are 1024 and 1024², as context lengths are named."""
+    counts = []
+    for part in value.split(","):
+        digits, unit = part.strip().rstrip("kKmM"), part.strip().lower()[-1:]
+        factor = {"k": 1024, "m": 1024**2}.get(unit, 1)
+        if not digits.isdecimal() or int(digits) < 1:
+            raise ValueError(f"{part!r} is not a number of tokens; write for example 4096,32K,128K")
+        counts.append(int(digits) * factor)
+    return tuple(counts)
+
+
+def _counts(value: str) -> tuple[int, ...]:
+    return tuple(integer(1)(part) for part in value.split(","))
+
+
+def _plot(value: str) -> str:
+    if Path(value).suffix.lower() not in PLOT_FORMATS:
+        raise ValueError(f"{value!r} is not a picture; its name ends in {', '.join(PLOT_FORMATS)}")
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    model: str = option(
+        "",
+        group=_MODEL,
+        metavar="MODEL",
+        parse=text,
+        shown="the embedded model",
+        help="A directory, a hub id, a config.json alone, or a .gguf file, of which only headers are read.",
+    )
+    dtype: str = option(
+        "bfloat16",
+        group=_MODEL,
+        metavar="TYPE",
+        parse=choice("float32", "bfloat16", "float16", "stored"),
+        help="What the weights are kept in; stored is as the files have them.",
+    )
+    kv_dtype: str = option(
+        "auto",
+        group=_MODEL,
+        metavar="TYPE",
+        parse=choice(*KV_DTYPES),
+        shown="the model's",
+        help=f"What the cache is kept in: {', '.join(KV_DTYPES[1:])}. Quantised ones count their scales.",
+    )
+    device_memory: Card | None = option(  # noqa: RUF009
+        None,
+        group=_DEVICE,
+        metavar="SIZE|CARD",
+        parse=_device,
+        shown="must be given",
+        help=f"A size (80GiB), or a card, whose bandwidth is then known: {', '.join(CARDS)}.",
+    )
+    memory_bandwidth: float = option(
+        0.0,
+        group=_DEVICE,
+        metavar="SIZE/s",
+        parse=_bandwidth,
+        shown="the card's",
+        help="How fast the device reads its memory, as 3.35TB/s. Without it there is no speed in the answer.",
+    )
+    tensor_parallel: int = option(
+        1, group=_DEVICE, metavar="N", parse=integer(1, 1024), help="Devices that share the model."
+    )
+    gpu_memory_utilization: float = option(
+        0.9,
+        group=_DEVICE,
+        metavar="SHARE",
+        parse=number(0.05, 1.0),
+        help="The part of the memory that is used.",
+    )
+    overhead: int = option(
+        1 << 30,
+        group=_DEVICE,
+        metavar="SIZE",
+        parse=parse_size,
+        shown="1GiB",
+        help="Of each device, for activations and the runtime. (A server measures its own at start-up.)",
+    )
+    context: tuple[int, ...] = option(
+        (),
+        group=_QUESTION,
+        metavar="N[,N…]",
+        parse=_token_counts,
+        shown="1K, 4K, 16K … up to the model's",
+        help="Tokens of a sequence, prompt and answer together.",
+    )
+    batch: tuple[int, ...] = option(
+        (1, 8, 32, 128),
+        group=_QUESTION,
+        metavar="N[,N…]",
+        parse=_counts,
+        shown="1,8,32,128",
+        help="Sequences at once.",
+    )
+    block_size: int = option(
+        16,
+        group=_QUESTION,
+        metavar="N",
+        parse=block_size,
+        help="Tokens of a block, as the server's --block-size.",
+    )
+    format: str = option(
+        "table", group=_ANSWER, metavar="FORMAT", parse=choice("table", "json"), help="table or json."
+    )
+    plot: str = option(
+        "",
+        group=_ANSWER,
+        metavar="FILE",
+        parse=_plot,
+        shown="none",
+        help="Draw the load line, batch against context, into FILE.png, FILE.svg or FILE.html.",
+    )
+    cache_dir: str = option(
+        default_factory=default_cache_dir,
+        group=_ANSWER,
+        metavar="DIR",
+        parse=text,
+        shown="the server's",
+        help="Where what is read of a GGUF file is kept.",
+    )
+
+
+OPTIONS = options_of(PlanOptions)
+
+_DESCRIPTION = """\
+What a model's KV cache needs, and how many sequences of which length fit a device beside its weights. Reads
+configurations and headers; loads no weights and needs no accelerator."""
+
+_EPILOG = """\
+examples:
+  plimsoll plan --device-memory 4GiB
+  plimsoll plan --model meta-llama/Llama-3.1-70B --device-memory H100 --tensor-parallel 4 --context 8K,128K
+  plimsoll plan --model ./config.json --device-memory 80GiB --memory-bandwidth 2TB/s --plot line.svg"""
+
+
+def load_options(argv: Sequence[str]) -> PlanOptions:
+    """Raises UsageError, with what to write instead, for what is unknown, malformed or missing."""
+    parser = build_parser("plimsoll plan", OPTIONS, description=_DESCRIPTION, epilog=_EPILOG, env_prefix=None)
+    given = read_flags(parser, OPTIONS, argv).values
+    if given.get("device_memory") is None:
+        raise UsageError(f"--device-memory is missing: write a size (80GiB) or a card ({', '.join(CARDS)}).")
+    return PlanOptions(**given)

@@ -1,0 +1,242 @@
+"""A plan as a table for people and as JSON for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from app.plan.options import PlanOptions
+from app.sizes import format_size
+from model_runner.core.capacity import Plan
+from model_runner.core.kv_spec import LayerGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    model: str
+    device: str
+    stored: dict[str, Any]  # as model_description.Weights
+    dtype: str
+    longest_context: int  # the model's
+    plan: Plan
+    why_not_served: str  # "" when Plimsoll serves it
+    options: PlanOptions
+
+
+def as_json(report: Report) -> str:
+    """Keys are documented in docs/plan.md. Bytes are of one device, times are seconds."""
+    plan = report.plan
+    spec = plan.spec
+    answer = {
+        "model": report.model,
+        "model_type": spec.model_type,
+        "device": report.device,
+        "device_memory_bytes": plan.device.memory_bytes,
+        "memory_bandwidth_bytes_per_second": plan.device.bandwidth,
+        "tensor_parallel": spec.tensor_parallel,
+        "weights_bytes": plan.weights.total_bytes,
+        "weights_parameters": report.stored["parameters"],
+        "weights_counted_from": report.stored["source"],
+        "weights_dtype": report.dtype if report.options.dtype != "stored" else "stored",
+        "kv_dtype": spec.kv_dtype,
+        "kv_budget_bytes": plan.kv_budget_bytes,
+        "growing_bytes_per_token": spec.growing_bytes_per_token,
+        "bytes_per_token": spec.bytes_per_token,
+        "fixed_bytes_per_sequence": spec.fixed_bytes_per_sequence,
+        "groups": [_group(group) for group in spec.groups],
+        "allocated": _allocated(report),
+        "max_sequences": {str(at.context): at.max_sequences for at in plan.contexts},
+        "contexts": [
+            {
+                "context": at.context,
+                "sequence_bytes": at.sequence_bytes,
+                "max_sequences": at.max_sequences,
+                "allocated_sequence_bytes": at.allocated_bytes,
+                "allocated_max_sequences": at.max_sequences_allocated,
+                "step_seconds": at.step_seconds,
+                "tokens_per_second": at.tokens_per_second,
+                "half_ceiling_batch": at.half_ceiling_batch,
+            }
+            for at in plan.contexts
+        ],
+        "batches": [
+            {
+                "sequences": at.sequences,
+                "longest_context": at.longest_context,
+                "allocated_longest_context": at.longest_context_allocated,
+                "step_seconds": at.step_seconds,
+                "tokens_per_second": at.tokens_per_second,
+            }
+            for at in plan.batches
+        ],
+    }
+    return json.dumps(answer, indent=2)
+
+
+def _group(group: LayerGroup) -> dict[str, Any]:
+    cache = group.cache
+    return {
+        "kind": group.kind,
+        "layers": len(group.layers),
+        "reach": group.reach,
+        "kv_heads": cache.kv_heads,
+        "key_dim": cache.key_dim,
+        "value_dim": cache.value_dim,
+        "latent_dim": cache.latent_dim,
+        "rope_dim": cache.rope_dim,
+        "indexer_dim": cache.indexer_dim,
+        "bytes_per_token": group.bytes_per_token,
+        "state_bytes": group.state_bytes,
+    }
+
+
+def _allocated(report: Report) -> dict[str, Any]:
+    layout = report.plan.layout
+    if layout is None:
+        return {"served": False, "reason": report.why_not_served}
+    return {
+        "served": True,
+        "block_size": layout.block_size,
+        "block_bytes": layout.block_bytes,
+        "blocks": report.plan.kv_budget_bytes // layout.block_bytes,
+        "groups": len(layout.groups),
+    }
+
+
+def as_table(report: Report) -> str:
+    parts = [_facts(report), _groups(report), _by_context(report), _by_batch(report), _notes(report)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _facts(report: Report) -> str:
+    plan, each = report.plan, " of each device" if report.options.tensor_parallel > 1 else ""
+    source = {"config": "counted from the configuration"}.get(
+        report.stored["source"], f"from the {report.stored['source']} header"
+    )
+    stored = report.stored["stored_bytes"]
+    as_stored = f", {format_size(stored)} as stored" if stored else ""
+    rows = [
+        ("model", f"{report.model or 'the embedded model'} ({plan.spec.model_type})"),
+        ("device", _device(report)),
+        (
+            "weights",
+            f"{format_size(plan.weights.total_bytes)}{each}: {report.stored['parameters']:,} parameters in "
+            f"{_weights_type(report)} ({source}{as_stored})",
+        ),
+        ("left for the cache", f"{format_size(plan.kv_budget_bytes)}{each}"),
+        (
+            "cache per token",
+            f"{plan.spec.growing_bytes_per_token:,} bytes for as long as it grows, "
+            f"{plan.spec.bytes_per_token:,} at first ({plan.spec.kv_dtype})",
+        ),
+    ]
+    if plan.spec.fixed_bytes_per_sequence:
+        rows.append(("state per sequence", format_size(plan.spec.fixed_bytes_per_sequence)))
+    return "\n".join(f"{name:<20}{value}" for name, value in rows)
+
+
+def _weights_type(report: Report) -> str:
+    return "the stored types" if report.options.dtype == "stored" else report.dtype
+
+
+def _device(report: Report) -> str:
+    plan, ranks = report.plan, report.options.tensor_parallel
+    speed = f", {plan.device.bandwidth / 1e9:,.0f} GB/s" if plan.device.bandwidth else ""
+    memory = format_size(plan.device.memory_bytes)
+    name = f"{report.device}: {memory}" if report.device.lower() not in (memory.lower(), "") else memory
+    several = f"{ranks} of " if ranks > 1 else ""
+    share, overhead = report.options.gpu_memory_utilization, report.options.overhead
+    return f"{several}{name}{speed}; {share:.0%} used, {format_size(overhead)} of it overhead"
+
+
+def _groups(report: Report) -> str:
+    rows = [("layers", "kind", "keeps", "per token", "per sequence")]
+    for group in report.plan.spec.groups:
+        reach = "all" if group.reach is None else f"{group.reach:,} tokens"
+        rows.append(
+            (
+                str(len(group.layers)),
+                group.kind,
+                {"recurrent": "a state", "shared": "nothing"}.get(group.kind, reach),
+                f"{group.bytes_per_token:,} B" if group.bytes_per_token else "-",
+                format_size(group.sequence_bytes(report.longest_context)),
+            )
+        )
+    title = f"What it needs, by layer group (per sequence: at {report.longest_context:,} tokens)"
+    return f"{title}\n{_columns(rows)}"
+
+
+def _by_context(report: Report) -> str:
+    plan = report.plan
+    served, timed = plan.layout is not None, plan.device.bandwidth is not None
+    head = ["context", "needs", "batch"]
+    head += ["Plimsoll allocates", "batch"] if served else []
+    head += ["step at least", "tokens/s at most", "half of ceiling at"] if timed else []
+    rows = [tuple(head)]
+    for at in plan.contexts:
+        row = [f"{at.context:,}", format_size(at.sequence_bytes), _count(at.max_sequences)]
+        if served:
+            assert at.allocated_bytes is not None
+            row += [format_size(at.allocated_bytes), _count(at.max_sequences_allocated)]
+        if timed:
+            half = "-" if at.half_ceiling_batch is None else f"{at.half_ceiling_batch:,.1f}"
+            row += [_milliseconds(at.step_seconds), _speed(at.tokens_per_second), half]
+        rows.append(tuple(row))
+    return f"The largest batch at each context\n{_columns(rows)}"
+
+
+def _by_batch(report: Report) -> str:
+    plan = report.plan
+    served, timed = plan.layout is not None, plan.device.bandwidth is not None
+    head = ["batch", "longest context"]
+    head += ["with Plimsoll"] if served else []
+    head += ["step at least", "tokens/s at most"] if timed else []
+    rows = [tuple(head)]
+    for at in plan.batches:
+        row = [f"{at.sequences:,}", f"{at.longest_context:,}"]
+        row += [f"{at.longest_context_allocated:,}"] if served else []
+        row += [_milliseconds(at.step_seconds), _speed(at.tokens_per_second)] if timed else []
+        rows.append(tuple(row))
+    title = f"The longest context of each batch (the model's own is {report.longest_context:,})"
+    return f"{title}\n{_columns(rows)}"
+
+
+def _notes(report: Report) -> str:
+    notes = []
+    if report.why_not_served:
+        notes.append(report.why_not_served)
+    if report.plan.device.bandwidth is None:
+        notes.append("Without --memory-bandwidth, or a card's name, there is no speed to tell.")
+    else:
+        notes.append(
+            "A step reads the weights and every sequence's cache once. Past the batch in the last column\n"
+            "the caches outweigh the weights, and a larger batch brings less than half of what it costs."
+        )
+    if report.plan.weights.experts:
+        weights = report.plan.weights
+        notes.append(
+            f"Each token uses {weights.experts_per_token} of {weights.experts} experts a layer; a step reads "
+            "those that any of its tokens uses, drawn evenly."
+        )
+    return "\n".join(notes)
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
+    )
+
+
+def _count(count: int | None) -> str:
+    return "any" if count is None else f"{count:,}"
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:,.1f} ms"
+
+
+def _speed(tokens_per_second: float | None) -> str:
+    return "-" if tokens_per_second is None else f"{tokens_per_second:,.0f}"

@@ -1,0 +1,244 @@
+"""`plimsoll plan` from the command line to its answer, on real configurations."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.cli import main
+from app.plan import command
+from app.plan.cards import CARDS, find_card
+from app.plan.options import KV_DTYPES, load_options
+from model_runner.core.kv_dtypes import KV_DTYPES as PRICED
+
+GIB = 1 << 30
+DOCS = Path(__file__).parents[3] / "docs" / "plan.md"
+
+LLAMA_70B = {
+    "model_type": "llama",
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}
+LLAMA_70B_PARAMETERS = 70_553_706_496  # as its model card's safetensors say
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "hidden_size": 7168,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "vocab_size": 129280,
+}
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Callable[[dict[str, Any]], str]:
+    def write(config: dict[str, Any]) -> str:
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(config))
+        return str(path)
+
+    return write
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["plan", "--format", "json", *words]) == 0
+    answered: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return answered
+
+
+def test_a_70b_model_on_four_cards(
+    config_file: Callable[[dict[str, Any]], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model", config_file(LLAMA_70B), "--device-memory", "h100", "--tensor-parallel", "4"]
+    plan = answer(capsys, *words, "--context", "8K,128K", "--batch", "1,64")
+    assert plan["weights_parameters"] == LLAMA_70B_PARAMETERS
+    assert plan["weights_bytes"] == LLAMA_70B_PARAMETERS * 2 // 4
+    budget = int(81559 * 2**20 * 0.9) - GIB - plan["weights_bytes"]
+    assert plan["kv_budget_bytes"] == budget
+    assert plan["growing_bytes_per_token"] == 2 * 80 * 2 * 128 * 2  # two heads on each device
+    assert plan["max_sequences"] == {"8192": budget // (8192 * 81920), "131072": budget // (131072 * 81920)}
+    one = plan["batches"][0]
+    assert one["longest_context"] == 131072
+    assert one["step_seconds"] == pytest.approx((plan["weights_bytes"] + 131072 * 81920) / 3.35e12)
+    assert plan["allocated"]["served"] is False
+
+
+def test_the_embedded_model_from_its_header(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    plan = answer(capsys, "--device-memory", "2GiB", "--cache-dir", str(tmp_path), "--context", "1000")
+    assert plan["weights_counted_from"] == "gguf"
+    assert plan["weights_parameters"] == 134_515_008
+    assert plan["growing_bytes_per_token"] == 23_040
+    assert plan["allocated"] == {
+        "served": True,
+        "block_size": 16,
+        "block_bytes": 16 * 23_040,
+        "blocks": plan["kv_budget_bytes"] // (16 * 23_040),
+        "groups": 1,
+    }
+    at = plan["contexts"][0]
+    assert (at["sequence_bytes"], at["allocated_sequence_bytes"]) == (1000 * 23_040, 63 * 16 * 23_040)
+    assert at["step_seconds"] is None  # no bandwidth was named
+
+
+def test_latents_and_experts(
+    config_file: Callable[[dict[str, Any]], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model", config_file(DEEPSEEK_V3), "--device-memory", "H200", "--tensor-parallel", "16"]
+    plan = answer(capsys, *words, "--batch", "1,4096")
+    assert plan["growing_bytes_per_token"] == 70_272  # every device keeps every latent
+    assert [group["kind"] for group in plan["groups"]] == ["latent"]
+    assert 670e9 < plan["weights_parameters"] < 673e9
+    bandwidth = plan["memory_bandwidth_bytes_per_second"]
+    one, many = plan["batches"]
+    read_by_one = one["step_seconds"] * bandwidth - one["longest_context"] * 70_272
+    read_by_many = many["step_seconds"] * bandwidth - 4096 * many["longest_context"] * 70_272
+    assert read_by_one < 0.1 * plan["weights_bytes"]  # 8 of 256 experts, and what is no expert's
+    assert read_by_many == pytest.approx(plan["weights_bytes"])
+
+
+def test_weights_are_read_off_a_safetensors_header(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {
+        **LLAMA_70B,
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 8,
+        "vocab_size": 32,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    header = json.dumps(
+        {
+            "model.embed_tokens.weight": {"dtype": "BF16", "shape": [32, 64], "data_offsets": [0, 4096]},
+            "lm_head.weight": {"dtype": "F8_E4M3", "shape": [32, 64], "data_offsets": [4096, 6144]},
+        }
+    ).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(6144))
+    words = ["--model", str(tmp_path), "--device-memory", "4GiB"]
+    plan = answer(capsys, *words)
+    assert (plan["weights_counted_from"], plan["weights_parameters"]) == ("safetensors", 4096)
+    assert plan["weights_bytes"] == 8192  # in bfloat16
+    assert answer(capsys, *words, "--dtype", "stored")["weights_bytes"] == 6144
+
+
+def test_a_quantised_cache_counts_its_scales(
+    config_file: Callable[[dict[str, Any]], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model", config_file(LLAMA_70B), "--device-memory", "256GiB", "--kv-dtype", "int8"]
+    assert answer(capsys, *words)["growing_bytes_per_token"] == 2 * 80 * 8 * (128 + 4)
+
+
+def test_the_table_says_both_lists(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert (
+        main(
+            ["plan", "--device-memory", "4GiB", "--memory-bandwidth", "25GB/s", "--cache-dir", str(tmp_path)]
+        )
+        == 0
+    )
+    table = capsys.readouterr().out
+    assert "23,040 bytes for as long as it grows" in table
+    assert "What it needs, by layer group" in table
+    assert "Plimsoll allocates" in table
+    assert "tokens/s at most" in table
+
+
+def test_without_room_it_says_how_many_devices_would_do(
+    config_file: Callable[[dict[str, Any]], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--model", config_file(LLAMA_70B), "--device-memory", "H100"]) == 1
+    assert "the weights take 131.42 GiB" in (message := capsys.readouterr().err)
+    assert "--tensor-parallel 2" in message
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], "--device-memory is missing"),
+        (["--device-memory", "H101"], "did you mean H100"),
+        (["--device-memory", "80GiB", "--context", "4k,lots"], "'lots' is not a number of tokens"),
+        (["--device-memory", "80GiB", "--plot", "line.pdf"], r".png, .svg, .html"),
+        (["--device-memory", "80GiB", "--memory-bandwidth", "3TB/h"], "write 3.35TB/s"),
+        (["--device-memory", "80GiB", "--contexts", "4096"], "did you mean --context"),
+    ],
+)
+def test_what_is_asked_wrongly_is_told_what_to_write(
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *words]) == 2
+    assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"model_type": "no_such_model"}, "no model configuration that transformers can read"),
+        ({"model_type": "t5"}, "no causal language model for 't5'"),
+        ({"model_type": "bart"}, "is_encoder_decoder"),
+        ("{", "no model configuration that transformers can read"),
+    ],
+)
+def test_what_cannot_be_planned_says_why(
+    config: dict[str, Any] | str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(config if isinstance(config, str) else json.dumps(config))
+    assert main(["plan", "--model", str(path), "--device-memory", "80GiB"]) == 1
+    assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("suffix", "begins"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("html", b"<!doctype html>")]
+)
+def test_the_load_line_is_drawn(
+    suffix: str, begins: bytes, config_file: Callable[[dict[str, Any]], str], tmp_path: Path
+) -> None:
+    picture = tmp_path / f"line.{suffix}"
+    words = ["--model", config_file(LLAMA_70B), "--device-memory", "H200", "--tensor-parallel", "2"]
+    assert main(["plan", *words, "--plot", str(picture)]) == 0
+    drawn = picture.read_bytes()
+    assert drawn.startswith(begins)
+    if suffix != "png":
+        text = drawn.decode()
+        assert text.count("<path") > 20
+        assert "<img" not in text  # nothing is fetched
+        assert "<script" not in text
+
+
+def test_contexts_and_cards_as_people_write_them() -> None:
+    options = load_options(["--device-memory", "rtx 4090", "--context", "4096,32K,1M"])
+    assert options.context == (4096, 32768, 1048576)
+    assert options.device_memory == CARDS["RTX-4090"]
+    assert find_card("a100 80gb") == CARDS["A100-80GB"]
+
+
+def test_the_element_types_offered_are_those_that_are_priced() -> None:
+    assert KV_DTYPES[1:] == tuple(PRICED)
+
+
+def test_every_key_is_documented(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    documented = DOCS.read_text()
+    plan = answer(capsys, "--device-memory", "2GiB", "--cache-dir", str(tmp_path))
+    keys = set(plan) | set(plan["groups"][0]) | set(plan["contexts"][0]) | set(plan["batches"][0])
+    keys |= set(plan["allocated"]) | {"reason"}
+    assert sorted(key for key in keys if f"`{key}`" not in documented) == []
+
+
+def test_a_description_that_fails_is_an_error_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(command.sys, "executable", "/bin/false")
+    with pytest.raises(command.StartupError, match="exit code 1"):
+        command.describe("", str(tmp_path))
