@@ -44,6 +44,7 @@ FLOORS: list[tuple[str, int]] = [
     ("app", 60),
     ("model_runner.build", 58),
     ("model_runner.describe", 58),
+    ("model_runner.model_table", 58),
     ("model_runner.engine_process", 56),
     ("model_runner.async_engine", 56),
     ("model_runner.request_stream", 54),
@@ -72,8 +73,9 @@ FLOORS: list[tuple[str, int]] = [
     ("model_runner", 10),  # config, types, errors
 ]
 
-# Where a process is put together: the engine's, and the one that describes a model to a planner.
-ROOTS = ("model_runner.build", "model_runner.describe")
+# Where a process is put together: the engine's, the one that describes a model to a planner, and the one that
+# makes a table of the documentation.
+ROOTS = ("model_runner.build", "model_runner.describe", "model_runner.model_table")
 
 # package -> the only rooms that may import it
 CONFINED: dict[str, tuple[str, ...]] = {
