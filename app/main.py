@@ -16,6 +16,7 @@ from app.errors import error_response, http_error_response
 from app.metrics import Metrics
 from app.middleware import Authentication, RequestContext
 from app.preparation import ClientDisconnected, Preparation
+from app.routes.capacity import capacity_router
 from app.routes.completions import completions_router
 from app.routes.documentation import describe
 from app.routes.models import models_router
@@ -62,8 +63,8 @@ def create_app(*, engine: AsyncEngine, tokenizer: Tokenizer, settings: Settings,
             ),
         ],
     )
-    for router in (completions_router(services), models_router(services), operations_router(services)):
-        app.include_router(router)
+    for make_router in (completions_router, capacity_router, models_router, operations_router):
+        app.include_router(make_router(services))
     _answer_errors(app)
 
     @cache

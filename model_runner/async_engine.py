@@ -8,7 +8,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import msgspec
@@ -17,6 +17,7 @@ from model_runner.config import EngineConfig
 from model_runner.core.admission import AdmissionController
 from model_runner.core.dispatcher import Dispatcher, Submission
 from model_runner.core.pace import Pace
+from model_runner.core.quotes import Quote
 from model_runner.core.refusals import price_blocks
 from model_runner.errors import (
     Draining,
@@ -227,6 +228,17 @@ class AsyncEngine:
         except PlimsollError as error:
             raise jittered(error) from None
         return stream
+
+    def quote(self, submission: Submission) -> Quote:
+        """What `submit` would answer now. Nothing is reserved, queued or counted; waits have no jitter."""
+        refusal = self._refusal(submission)
+        assert self._dispatcher is not None
+        if isinstance(refusal, InvalidRequest):
+            raise refusal
+        quote = self._dispatcher.quote(submission, self._clock(), longest=self.model.max_model_len)
+        if refusal is None:
+            return quote
+        return replace(quote, decision=None, error=refusal, largest_max_tokens_now=0)
 
     def _refusal(self, submission: Submission) -> PlimsollError | None:
         """Why nothing of the kind, or nothing at all, is taken now."""

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeAlias
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
@@ -23,12 +24,14 @@ from model_runner.async_engine import Submission
 from model_runner.errors import ClientError, LoadError
 from model_runner.tokenizer import Tokenizer
 
+Validate: TypeAlias = Callable[[bytes, Limits, Tokenizer], ValidRequest]
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
     """How the two calls differ."""
 
-    validate: Callable[[bytes, Limits, Tokenizer], ValidRequest]
+    validate: Validate
     answer: type[AnswerFormat]
     id_prefix: str
     wire: tuple[type[BaseModel], type[BaseModel], type[BaseModel]]  # request, whole answer, chunk
@@ -89,10 +92,16 @@ async def answer(call: Call, request: Request, services: Services) -> Response:
 async def prepare(call: Call, request: Request, services: Services) -> ValidRequest:
     """What comes before the door. The door counts what it decides; what never reaches it is counted here."""
     try:
-        with services.preparation.enter() as lease:
-            body = await lease.read_body(request)
-            work = partial(call.validate, body, services.limits, services.tokenizer)
-            return await services.preparation.run(work, len(body))
+        return await read_and_validate(call.validate, request, services)
     except (ClientError, LoadError) as error:
         services.metrics.decided("rejected", error.reason.value, 0)
         raise
+
+
+async def read_and_validate(validate: Validate, request: Request, services: Services) -> ValidRequest:
+    """The body, bounded in bytes, in time and in company. Raises ClientError and LoadError."""
+    with services.preparation.enter() as lease:
+        body = await lease.read_body(request)
+        return await services.preparation.run(
+            partial(validate, body, services.limits, services.tokenizer), len(body)
+        )

@@ -48,6 +48,23 @@ def describe_call(request: type[BaseModel], whole: type[BaseModel], chunk: type[
     }
 
 
+def describe_check(*requests_then_answer: type[BaseModel]) -> dict[str, Any]:
+    """Keyword arguments of a route that takes any of the requests, and tells what would become of it."""
+    *requests, answer = requests_then_answer
+    return {
+        "response_model": None,
+        "responses": {200: {"model": answer}, **describe_errors(400, 401, 404, 408, 413, 429)},
+        "openapi_extra": {
+            "requestBody": {
+                "required": True,
+                "content": {
+                    "application/json": {"schema": {"anyOf": [_ref(request) for request in requests]}}
+                },
+            }
+        },
+    }
+
+
 def describe(app: FastAPI, *, has_keys: bool) -> dict[str, Any]:
     """The schema of the whole server, the bodies of the calls included."""
     schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)

@@ -133,22 +133,32 @@ class AdmissionController:
         return list(self._queue)
 
     def decide(self, ask: Ask, now: float) -> Decision:
+        decision = self.judge(ask, now)
+        if isinstance(decision, Admitted):
+            self._reserve(ask)
+        elif isinstance(decision, Queued):
+            self._enqueue(ask, now)
+            self._foresee(self._forecast_at(now), ask)
+        return decision
+
+    def judge(self, ask: Ask, now: float) -> Decision:
+        """What `decide` would answer. Nothing is reserved, nothing is remembered."""
         blocks = ask.blocks
         if blocks > self.num_blocks:
             return Rejected(Reason.KV_CACHE_BUDGET_EXCEEDED, float("inf"))
         if not self._queue and self._has_room(ask):
-            self._reserve(ask)
             return Admitted()
-        forecast = self._forecast_at(now)
-        places = self._places(ask.sequences)
-        wait = max(0.0, forecast.room_at(blocks, places) - now)
+        wait = self.predict_wait(ask, now)
         if len(self._queue) >= self.max_queue_requests:
             return Rejected(Reason.QUEUE_FULL, wait)
         if wait > self.max_queue_seconds:
             return Rejected(Reason.WAIT_TOO_LONG, wait)
-        self._enqueue(ask, now)
-        self._foresee(forecast, ask)
         return Queued(wait)
+
+    def has_place_for(self, sequences: int) -> bool:
+        """Whether nobody waits, and the batch has room for so many more: only bytes would be in the way."""
+        places = self._reserved_sequences + self._places(sequences)
+        return self._open and not self._queue and places <= self.max_num_seqs
 
     def predict_wait(self, ask: Ask, now: float) -> float:
         """Seconds until there would be room for `ask` behind all who wait now."""

@@ -23,7 +23,7 @@ from math import gcd
 from typing import Any, Literal
 
 from model_runner.core.kv_dtypes import KV_DTYPES
-from model_runner.core.kv_spec import KVCacheSpec
+from model_runner.core.kv_spec import KVCacheSpec, LayerGroup
 from model_runner.core.layer_cache import LayerCache, LayerKind
 from model_runner.errors import ModelNotServable
 
@@ -86,6 +86,17 @@ class BlockLayout:
         )
         return cls(groups=groups, block_size=block_size, element_bytes=spec.dtype.bits // 8)
 
+    def needs(self, model_type: str) -> KVCacheSpec:
+        """What this was laid out for: `from_spec`'s inverse, but for the order of the groups."""
+        dtype = next(name for name, dtype in KV_DTYPES.items() if dtype.bits == 8 * self.element_bytes)
+        layers: dict[LayerCache, list[int]] = {}
+        for group in self.groups:
+            kind: LayerKind = "full" if group.window is None else "sliding"
+            cache = LayerCache(kind, group.kv_heads, group.head_dim, group.head_dim, reach=group.window)
+            layers.setdefault(cache, []).extend(group.layers)
+        groups = tuple(LayerGroup(cache, tuple(sorted(of)), dtype, dtype, 1) for cache, of in layers.items())
+        return KVCacheSpec(model_type, groups, dtype, 1)
+
     @property
     def layers_per_group(self) -> int:
         return len(self.groups[0].layers)
@@ -126,19 +137,19 @@ class BlockLayout:
           still reaches back into the prompt, at most cap - o shared ones. The choices advance together, so
           what they hold is n·o + min(F, cap - o), which grows with o, and o ends at min(E - F, cap).
         """
+        return sum(self.group_blocks(group, prompt_tokens, max_tokens, n) for group in self.groups)
+
+    def group_blocks(self, group: BlockGroup, prompt_tokens: int, max_tokens: int, n: int = 1) -> int:
+        """The part of `request_blocks` that is one group's."""
         if prompt_tokens < 1 or max_tokens < 1 or n < 1:
             raise ValueError(f"nothing to price: {prompt_tokens=} {max_tokens=} {n=}")
         shared = prompt_tokens // self.block_size
         own = _ceil_div(prompt_tokens + max_tokens - 1, self.block_size) - shared
-        total = 0
-        for group in self.groups:
-            if group.window is None:
-                total += shared + n * own
-            else:
-                cap = self.cap_blocks(group.window)
-                own_max = min(own, cap)
-                total += n * own_max + min(shared, cap - own_max)
-        return total
+        if group.window is None:
+            return shared + n * own
+        cap = self.cap_blocks(group.window)
+        own_max = min(own, cap)
+        return n * own_max + min(shared, cap - own_max)
 
     def request_bytes(self, prompt_tokens: int, max_tokens: int, n: int = 1) -> int:
         return self.request_blocks(prompt_tokens, max_tokens, n) * self.block_bytes

@@ -18,6 +18,7 @@ from typing import Protocol
 from model_runner.core import refusals
 from model_runner.core.admission import AdmissionController, Admitted, Ask, Part, Rejected
 from model_runner.core.block_layout import BlockLayout
+from model_runner.core.quotes import Quote, largest_that_fit, price_by_group
 from model_runner.errors import EngineDied, PlimsollError, Reason
 from model_runner.messages import Abort, StepDone, Submit, ToEngine
 from model_runner.types import ChoiceOutput, Ending, EngineObserver, FinishReason, SamplingParams
@@ -121,7 +122,8 @@ class Dispatcher:
 
     def submit(self, submission: Submission, listener: Listener, now: float) -> LiveRequest:
         """Decide at once. Raises KVCacheBudgetExceeded, QueueFull or WaitTooLong, and remembers nothing."""
-        ask = self._price(submission)
+        self._serial += 1
+        ask = self._price(submission, str(self._serial))
         projected_bytes = ask.blocks * self.layout.block_bytes
         decision = self.admission.decide(ask, now)
         if isinstance(decision, Rejected):
@@ -137,6 +139,20 @@ class Dispatcher:
         else:
             self.observer.decided("queued", "", projected_bytes)
         return request
+
+    def quote(self, submission: Submission, now: float, *, longest: int) -> Quote:
+        """What `submit` would answer, without a trace. A sequence may be `longest` tokens long."""
+        ask = self._price(submission, "quote")
+        decision = self.admission.judge(ask, now)
+        error = self._refusal(decision, ask, submission) if isinstance(decision, Rejected) else None
+        lengths = [part.prompt_tokens for part in ask.parts]
+        limit = max(longest - max(lengths), 0)
+        return Quote(
+            decision,
+            error,
+            price_by_group(self.layout, lengths, submission.params.max_tokens, submission.params.n),
+            *largest_that_fit(self.layout, self.admission, ask, limit=limit),
+        )
 
     def stop(
         self, request: LiveRequest, prompt_index: int, choice_index: int, tokens: int, now: float
@@ -232,12 +248,11 @@ class Dispatcher:
 
     # ---- within
 
-    def _price(self, submission: Submission) -> Ask:
-        self._serial += 1
+    def _price(self, submission: Submission, ask_id: str) -> Ask:
         params = submission.params
         parts = tuple(
             Part(
-                part_id=f"{self._serial}-{index}",
+                part_id=f"{ask_id}-{index}",
                 blocks=self.layout.request_blocks(len(prompt), params.max_tokens, params.n),
                 sequences=params.n,
                 prompt_tokens=len(prompt),
@@ -245,7 +260,7 @@ class Dispatcher:
             )
             for index, prompt in enumerate(submission.prompts)
         )
-        return Ask(str(self._serial), parts)
+        return Ask(ask_id, parts)
 
     def _refusal(self, rejected: Rejected, ask: Ask, submission: Submission) -> PlimsollError:
         if rejected.reason is Reason.KV_CACHE_BUDGET_EXCEEDED:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 from model_runner.async_engine import EngineState, EngineStats, Restarted, StreamEvent, Submission, Tokens
+from model_runner.core.admission import AdmissionController
 from model_runner.core.block_layout import BlockGroup, BlockLayout
+from model_runner.core.dispatcher import Dispatcher
+from model_runner.core.pace import Pace
+from model_runner.core.quotes import Quote
 from model_runner.errors import PlimsollError
 from model_runner.messages import ModelInfo
 from model_runner.types import FinishReason, TokenLogprobs
@@ -121,6 +126,21 @@ class FakeEngine:
         stream = FakeStream(submission, self.script)
         self.streams.append(stream)
         return stream
+
+    def quote(self, submission: Submission) -> Quote:
+        """Of an engine that is idle; or of one that refuses everything."""
+        pace = Pace(decode_step_seconds=0.1, prefill_tokens_per_second=1000.0)
+        admission = AdmissionController(
+            num_blocks=self.model.num_blocks,
+            max_num_seqs=256,
+            max_queue_requests=10,
+            max_queue_seconds=60.0,
+            pace=pace,
+        )
+        admission.open()
+        dispatcher = Dispatcher(self.model.layout, admission, cast(Any, None), lambda message: None)
+        quote = dispatcher.quote(submission, 0.0, longest=self.model.max_model_len)
+        return quote if self.refusal is None else replace(quote, decision=None, error=self.refusal)
 
     @property
     def submissions(self) -> list[Submission]:

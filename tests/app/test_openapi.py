@@ -25,6 +25,8 @@ CHECKS = [
 ]
 PATHS = {
     "/v1/completions",
+    "/v1/capacity",
+    "/v1/admission/check",
     "/v1/chat/completions",
     "/v1/models",
     "/v1/models/{model_id}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from typing import Any
 
 import httpx
 import pytest
@@ -29,6 +30,35 @@ def test_a_request_that_never_fits_is_told_what_would(server: Server) -> None:
         assert response.status_code == 200
     assert server.post("/v1/completions", {**body, "max_tokens": largest + 16}).status_code == 400
     eventually(server.idle, "the one that fitted is gone")
+
+
+def test_a_check_says_what_the_request_then_gets(server: Server) -> None:
+    capacity = server.get("/v1/capacity").json()
+    assert capacity["growing_bytes_per_token"] * capacity["allocated"]["block_size"] == (
+        capacity["allocated"]["block_bytes"]
+    )
+    assert capacity["free_bytes"] == capacity["kv_budget_bytes"]
+
+    def check(**body: object) -> dict[str, Any]:
+        answer: dict[str, Any] = server.post("/v1/admission/check", {"prompt": "hello", **body}).json()
+        return answer
+
+    never = check(max_tokens=1400, n=4)
+    refused = server.post("/v1/completions", {"prompt": "hello", "max_tokens": 1400, "n": 4})
+    assert (never["status"], never["error"]) == (refused.status_code, refused.json()["error"])
+    largest = never["largest_max_tokens_now"]
+    assert check(max_tokens=largest, n=4)["decision"] == "admitted"
+    assert check(max_tokens=largest + 16, n=4)["decision"] == "rejected"
+    body = {"prompt": "hello", "n": 4, "max_tokens": largest, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60) as response:
+        assert response.status_code == 200
+        waits = check(max_tokens=largest, n=4)
+        assert waits["decision"] == "queued"
+        assert waits["predicted_wait_seconds"] > 0
+        assert waits["largest_max_tokens_now"] < largest
+        reserved = waits["kv_budget_bytes"] - waits["free_bytes"]
+        assert reserved == waits["projected_bytes"]
+    eventually(server.idle, "the stream that was left is gone")
 
 
 def test_over_the_models_context_both_figures_are_named(server: Server) -> None:

@@ -234,3 +234,47 @@ def test_pace_learns_from_plain_steps_and_prices_prefill_by_what_it_adds() -> No
 
 def step(seconds: float, *, prefill: int = 0, decode: int = 0) -> StepStats:
     return StepStats(seconds, prefill, decode, 1, 0, 1, 1)
+
+
+# An event: ask for so many blocks with so many sequences, release the oldest reservation, or let time pass.
+events = st.lists(
+    st.one_of(
+        st.tuples(st.just("ask"), st.integers(1, 12), st.integers(1, 9)),
+        st.tuples(st.just("release"), st.just(0), st.just(0)),
+        st.tuples(st.just("pass"), st.integers(1, 5), st.just(0)),
+        st.tuples(st.just("close"), st.just(0), st.just(0)),
+    ),
+    max_size=30,
+)
+
+
+@given(events)
+def test_a_judgement_is_what_the_decision_then_is_and_leaves_no_trace(
+    happened: list[tuple[str, int, int]],
+) -> None:
+    controller, now = door(max_queue_seconds=8.0), 0.0
+
+    def books() -> tuple[object, ...]:
+        return (
+            controller.reservations(),
+            controller.queued_ask_ids(),
+            controller.queued_blocks,
+            controller.reserved_sequences,
+        )
+
+    for what, amount, sequences in happened:
+        if what == "ask":
+            asked = ask(amount, sequences=sequences)
+            before = books()
+            judged = controller.judge(asked, now)
+            assert books() == before
+            assert controller.judge(asked, now) == judged
+            assert controller.decide(asked, now) == judged
+        elif what == "release":
+            controller.release(list(controller.reservations())[:1])
+        elif what == "close":
+            controller.close()
+            controller.open()
+        else:
+            now += amount
+            controller.expire(now)

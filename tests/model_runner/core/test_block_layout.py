@@ -311,3 +311,14 @@ def test_families_beyond_us_are_refused(class_name: str) -> None:
     transformers = pytest.importorskip("transformers")
     with pytest.raises(ModelNotServable, match=r"does not serve the model type|can't be priced by its"):
         spec_of(getattr(transformers, class_name)().to_dict())
+
+
+@given(specs)
+def test_what_is_laid_out_can_be_told_from_the_layout(layout: BlockLayout) -> None:
+    needs = layout.needs("made")
+    again = BlockLayout.from_spec(needs, block_size=layout.block_size)
+    assert again.bytes_per_token == layout.bytes_per_token == needs.bytes_per_token
+    assert sorted(layer for g in again.groups for layer in g.layers) == sorted(
+        layer for g in layout.groups for layer in g.layers
+    )
+    assert {(g.kind, g.window) for g in again.groups} == {(g.kind, g.window) for g in layout.groups}

@@ -1,0 +1,76 @@
+"""A plan as plain data: the same keys for `plimsoll plan --format json` and for a running server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from model_runner.core.capacity import Plan
+from model_runner.core.kv_spec import LayerGroup
+
+
+def capacity_fields(plan: Plan, why_not_served: str = "") -> dict[str, Any]:
+    """Keys are documented in docs/plan.md. Bytes are of one device, times are seconds."""
+    spec = plan.spec
+    return {
+        "kv_dtype": spec.kv_dtype,
+        "kv_budget_bytes": plan.kv_budget_bytes,
+        "growing_bytes_per_token": spec.growing_bytes_per_token,
+        "bytes_per_token": spec.bytes_per_token,
+        "fixed_bytes_per_sequence": spec.fixed_bytes_per_sequence,
+        "groups": [_group(group) for group in spec.groups],
+        "allocated": _allocated(plan, why_not_served),
+        "max_sequences": {str(at.context): at.max_sequences for at in plan.contexts},
+        "contexts": [
+            {
+                "context": at.context,
+                "sequence_bytes": at.sequence_bytes,
+                "max_sequences": at.max_sequences,
+                "allocated_sequence_bytes": at.allocated_bytes,
+                "allocated_max_sequences": at.max_sequences_allocated,
+                "step_seconds": at.step_seconds,
+                "tokens_per_second": at.tokens_per_second,
+                "half_ceiling_batch": at.half_ceiling_batch,
+            }
+            for at in plan.contexts
+        ],
+        "batches": [
+            {
+                "sequences": at.sequences,
+                "longest_context": at.longest_context,
+                "allocated_longest_context": at.longest_context_allocated,
+                "step_seconds": at.step_seconds,
+                "tokens_per_second": at.tokens_per_second,
+            }
+            for at in plan.batches
+        ],
+    }
+
+
+def _group(group: LayerGroup) -> dict[str, Any]:
+    cache = group.cache
+    return {
+        "kind": group.kind,
+        "layers": len(group.layers),
+        "reach": group.reach,
+        "kv_heads": cache.kv_heads,
+        "key_dim": cache.key_dim,
+        "value_dim": cache.value_dim,
+        "latent_dim": cache.latent_dim,
+        "rope_dim": cache.rope_dim,
+        "indexer_dim": cache.indexer_dim,
+        "bytes_per_token": group.bytes_per_token,
+        "state_bytes": group.state_bytes,
+    }
+
+
+def _allocated(plan: Plan, why_not_served: str) -> dict[str, Any]:
+    layout = plan.layout
+    if layout is None:
+        return {"served": False, "reason": why_not_served}
+    return {
+        "served": True,
+        "block_size": layout.block_size,
+        "block_bytes": layout.block_bytes,
+        "blocks": plan.kv_budget_bytes // layout.block_bytes,
+        "groups": len(layout.groups),
+    }

@@ -1,0 +1,151 @@
+"""GET /v1/capacity: what this server can hold. POST /v1/admission/check: what would become of a request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from app.capacity import capacity_fields
+from app.errors import error_body, json_response, status_and_type
+from app.protocol.capacity import AdmissionCheck, Capacity
+from app.protocol.requests import ChatCompletionRequest, CompletionRequest
+from app.routes.completions import CHAT, COMPLETION, read_and_validate
+from app.routes.documentation import describe_check, describe_errors
+from app.routes.services import Services
+from app.validation import Limits, ValidRequest
+from model_runner.async_engine import Submission
+from model_runner.core.admission import Admitted, Queued
+from model_runner.core.capacity import Device, Plan, WeightsRead, make_plan
+from model_runner.core.quotes import Quote
+from model_runner.errors import InvalidRequest, LoadError
+from model_runner.messages import ModelInfo
+from model_runner.tokenizer import Tokenizer
+
+_CONTEXTS = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
+_BATCHES = (1, 8, 32, 128)
+
+
+def capacity_router(services: Services) -> APIRouter:
+    router = APIRouter(prefix="/v1", tags=["capacity"])
+
+    @router.get(
+        "/capacity", response_model=None, responses={200: {"model": Capacity}, **describe_errors(401)}
+    )
+    async def get_capacity() -> Response:
+        """What this server's KV cache holds, in the keys of `plimsoll plan`, and what is left of it now."""
+        return json_response(_capacity(services))
+
+    @router.post(
+        "/admission/check", **describe_check(CompletionRequest, ChatCompletionRequest, AdmissionCheck)
+    )
+    async def check_admission(request: Request) -> Response:
+        """What a completion would cost and what would become of it now. Nothing is run, nothing reserved.
+
+        The body is the one of either call. What would be refused as malformed is refused here as well.
+        """
+        valid = await read_and_validate(_validate, request, services)
+        submission = Submission(
+            request_id=request.state.request_id,
+            prompts=valid.prompts,
+            params=valid.params,
+            streaming=valid.stream,
+        )
+        return json_response(_check(services, submission, request.state.request_id))
+
+    return router
+
+
+def _validate(body: bytes, limits: Limits, tokenizer: Tokenizer) -> ValidRequest:
+    """As the call whose body it is. Raises ClientError."""
+    try:
+        fields = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        fields = {}  # each call says what is wrong with such a body
+    has = fields if isinstance(fields, dict) else {}
+    if "messages" in has and "prompt" in has:
+        raise InvalidRequest("The body has both `prompt` and `messages`; send one of them.", param="messages")
+    return (CHAT if "messages" in has else COMPLETION).validate(body, limits, tokenizer)
+
+
+def _capacity(services: Services) -> dict[str, Any]:
+    model, stats = services.engine.model, services.engine.stats
+    return {
+        "object": "capacity",
+        "model": services.settings.served_model_name,
+        "model_type": model.architecture,
+        "device": model.device,
+        "device_memory_bytes": None,
+        "memory_bandwidth_bytes_per_second": None,
+        "tensor_parallel": 1,
+        "weights_bytes": model.weights_bytes,
+        "weights_dtype": model.dtype,
+        "max_model_len": model.max_model_len,
+        **capacity_fields(_plan(model)),
+        "reserved_bytes": stats.reserved_bytes,
+        "used_bytes": stats.used_bytes,
+        "free_bytes": stats.free_bytes,
+        "running_requests": stats.running,
+        "waiting_requests": stats.waiting,
+    }
+
+
+def _plan(model: ModelInfo) -> Plan:
+    longest = model.max_model_len
+    return make_plan(
+        model.layout.needs(model.architecture),
+        model.layout,
+        WeightsRead(model.weights_bytes),
+        Device(model.weights_bytes + model.kv_budget_bytes),
+        kv_budget_bytes=model.kv_budget_bytes,
+        contexts=(*(context for context in _CONTEXTS if context < longest), longest),
+        batches=_BATCHES,
+        limit=longest,
+    )
+
+
+def _check(services: Services, submission: Submission, request_id: str) -> dict[str, Any]:
+    quote = services.engine.quote(submission)
+    block_bytes = services.engine.model.layout.block_bytes
+    stats, error = services.engine.stats, quote.error
+    return {
+        "object": "admission.check",
+        "decision": _decision(quote),
+        "status": 200 if error is None else status_and_type(error)[0],
+        "error": None if error is None else error_body(error, request_id)["error"],
+        "predicted_wait_seconds": _predicted_wait(quote),
+        "retry_after_seconds": error.retry_after_seconds if isinstance(error, LoadError) else None,
+        "prompt_tokens": [len(prompt) for prompt in submission.prompts],
+        "max_tokens": submission.params.max_tokens,
+        "n": submission.params.n,
+        "projected_bytes": sum(price.blocks for price in quote.prices) * block_bytes,
+        "groups": [
+            {
+                "kind": price.kind,
+                "reach": price.window,
+                "layers": price.layers,
+                "blocks": price.blocks,
+                "bytes": price.blocks * block_bytes,
+            }
+            for price in quote.prices
+        ],
+        "kv_budget_bytes": stats.kv_budget_bytes,
+        "free_bytes": stats.free_bytes,
+        "largest_max_tokens": quote.largest_max_tokens,
+        "largest_max_tokens_now": quote.largest_max_tokens_now,
+    }
+
+
+def _decision(quote: Quote) -> str:
+    if isinstance(quote.decision, Admitted):
+        return "admitted"
+    return "queued" if isinstance(quote.decision, Queued) else "rejected"
+
+
+def _predicted_wait(quote: Quote) -> float | None:
+    """None where it would not wait at all, because it is refused."""
+    if isinstance(quote.decision, Admitted):
+        return 0.0
+    return quote.decision.predicted_wait_seconds if isinstance(quote.decision, Queued) else None

@@ -1,0 +1,70 @@
+"""What a request would cost and what would become of it, without asking for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from model_runner.core.admission import AdmissionController, Ask, Decision
+from model_runner.core.block_layout import BlockGroup, BlockLayout
+from model_runner.core.refusals import largest_max_tokens
+from model_runner.errors import PlimsollError
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPrice:
+    """Blocks that a request needs of like layers."""
+
+    kind: str
+    window: int | None
+    layers: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Quote:
+    """`decision` is what the door would answer now, and `error` what a refused client would be told.
+
+    `decision` is None where the door is not even asked: while the engine starts, restarts or drains.
+    """
+
+    decision: Decision | None
+    error: PlimsollError | None
+    prices: tuple[GroupPrice, ...]
+    largest_max_tokens: int  # that could ever be admitted; 0 where the prompt alone is too much
+    largest_max_tokens_now: int  # that would be admitted at once; 0 where others wait already
+
+
+def price_by_group(
+    layout: BlockLayout, prompt_tokens: Sequence[int], max_tokens: int, n: int
+) -> tuple[GroupPrice, ...]:
+    """Like layers together, however many block tables they have. Blocks add up to the request's price."""
+    alike: dict[tuple[str, int | None], list[BlockGroup]] = {}
+    for group in layout.groups:
+        alike.setdefault((group.kind, group.window), []).append(group)
+    return tuple(
+        GroupPrice(
+            kind=kind,
+            window=window,
+            layers=sum(len(group.layers) for group in groups),
+            blocks=sum(
+                layout.group_blocks(group, tokens, max_tokens, n)
+                for group in groups
+                for tokens in prompt_tokens
+            ),
+        )
+        for (kind, window), groups in alike.items()
+    )
+
+
+def largest_that_fit(
+    layout: BlockLayout, admission: AdmissionController, ask: Ask, *, limit: int
+) -> tuple[int, int]:
+    """(the largest max_tokens, at most `limit`, that could ever be admitted, and that would be at once)."""
+    lengths = [part.prompt_tokens for part in ask.parts]
+    n = ask.parts[0].sequences
+    ever = largest_max_tokens(layout, lengths, n, budget_blocks=admission.num_blocks, limit=limit)
+    if not admission.has_place_for(ask.sequences):
+        return ever, 0
+    now = largest_max_tokens(layout, lengths, n, budget_blocks=admission.free_blocks, limit=limit)
+    return ever, now

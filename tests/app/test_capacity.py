@@ -1,0 +1,114 @@
+"""/v1/capacity and /v1/admission/check over HTTP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from app.protocol.capacity import AdmissionCheck, Capacity
+from model_runner.errors import Draining
+from model_runner.tokenizer import Tokenizer
+from tests.app.conftest import MODEL, Server
+from tests.app.fake_engine import FakeEngine
+
+BLOCK_BYTES = 2 * 30 * 3 * 64 * 16 * 4  # of the fake engine's model: 64 blocks, 512 tokens of context
+
+
+def check(server: Server, **body: Any) -> dict[str, Any]:
+    response = server.http.post("/v1/admission/check", json=body)
+    assert response.status_code == 200, response.text
+    AdmissionCheck.model_validate(response.json())
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def test_capacity_is_the_plan_of_the_running_server(server: Server) -> None:
+    response = server.http.get("/v1/capacity")
+    capacity = Capacity.model_validate(response.json())
+    assert capacity.model == MODEL
+    assert capacity.growing_bytes_per_token == 2 * 30 * 3 * 64 * 4
+    assert capacity.kv_budget_bytes == 64 * BLOCK_BYTES == capacity.free_bytes
+    assert capacity.max_sequences == {"512": 2}
+    assert capacity.allocated.blocks == 64
+    assert [(group.kind, group.layers) for group in capacity.groups] == [("full", 30)]
+    assert [at.longest_context for at in capacity.batches] == [512, 128, 32, 8]
+
+
+def test_a_completion_is_priced_and_not_run(server: Server) -> None:
+    answer = check(server, prompt=[5] * 20, max_tokens=29, n=2)
+    assert answer["decision"] == "admitted"
+    assert answer["status"] == 200
+    assert answer["prompt_tokens"] == [20]
+    assert (answer["max_tokens"], answer["n"]) == (29, 2)
+    blocks = 1 + 2 * 2  # one full block of the prompt, shared; two of each choice's own
+    assert answer["projected_bytes"] == blocks * BLOCK_BYTES
+    assert answer["groups"] == [
+        {"kind": "full", "reach": None, "layers": 30, "blocks": blocks, "bytes": blocks * BLOCK_BYTES}
+    ]
+    assert answer["predicted_wait_seconds"] == 0.0
+    assert answer["largest_max_tokens"] == answer["largest_max_tokens_now"] == 492  # the context ends there
+    assert server.engine.submissions == []
+
+
+def test_a_chat_is_recognised_by_its_messages(server: Server) -> None:
+    answer = check(server, messages=[{"role": "user", "content": "Hello"}], max_tokens=8)
+    assert answer["prompt_tokens"][0] > 10  # the template's words too
+    assert answer["decision"] == "admitted"
+
+
+def test_what_can_never_fit_is_told_as_the_request_would_be(server: Server) -> None:
+    body = {"prompt": [[5] * 400, [6] * 400, [7] * 400], "max_tokens": 100}
+    answer = check(server, **body)
+    assert answer["decision"] == "rejected"
+    assert answer["status"] == 400
+    assert answer["error"]["code"] == "kv_cache_budget_exceeded"
+    assert answer["error"]["required_bytes"] == answer["projected_bytes"] == 96 * BLOCK_BYTES
+    assert answer["predicted_wait_seconds"] is None
+    assert answer["largest_max_tokens"] == 0  # 25 blocks of each prompt are more than 64
+
+
+def test_a_refusal_of_the_moment_carries_when_to_come_back(server: Server) -> None:
+    server.engine.refusal = Draining("The server is shutting down.", retry_after_seconds=3.0)
+    answer = check(server, prompt="Hello")
+    assert (answer["decision"], answer["status"]) == ("rejected", 503)
+    assert answer["error"]["code"] == "draining"
+    assert answer["retry_after_seconds"] == 3.0
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        (b'{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}', 400, "messages"),
+        (b"{}", 400, "prompt"),
+        (b"[1]", 400, None),
+        (b"not json", 400, None),
+        (b'{"prompt": "a", "n": 0}', 400, "n"),
+        (b'{"prompt": [5], "max_tokens": 5000}', 400, "prompt"),
+        (b'{"prompt": "a", "model": "another"}', 404, "model"),
+    ],
+)
+def test_malformed_bodies_are_refused_as_everywhere(
+    server: Server, body: bytes, status: int, param: str | None
+) -> None:
+    response = server.http.post("/v1/admission/check", content=body)
+    assert response.status_code == status, response.text
+    assert response.json()["error"]["param"] == param
+
+
+def test_a_check_counts_as_no_admission(server: Server) -> None:
+    before = server.http.get("/metrics").text
+    check(server, prompt="Hello")
+    server.http.post("/v1/admission/check", content=b"{}")
+    after = server.http.get("/metrics").text
+    counted = [line for line in before.splitlines() if line.startswith("plimsoll_admissions_total")]
+    assert counted
+    assert [line for line in after.splitlines() if line.startswith("plimsoll_admissions_total")] == counted
+
+
+def test_both_are_guarded_by_the_key(engine: FakeEngine, tokenizer: Tokenizer) -> None:
+    with Server(engine, tokenizer, api_keys=("secret",)) as server:
+        assert server.http.get("/v1/capacity").status_code == 401
+        assert server.http.post("/v1/admission/check", json={"prompt": "a"}).status_code == 401
+        allowed = {"authorization": "Bearer secret"}
+        assert server.http.get("/v1/capacity", headers=allowed).status_code == 200
