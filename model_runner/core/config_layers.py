@@ -41,15 +41,22 @@ _NEEDS_LAYER_TYPES = (
         "hybrid_layer_ids",
     ),
 )
-_NOTHING = frozenset({"moe", "mlp", "dummy"})  # layers that keep nothing
+_NOTHING = frozenset({"moe", "mlp", "dummy", "cross_attention"})  # layers that keep nothing of a text
 
 
 # What transformers can run as a causal language model and is none, or keeps something else.
 _NOT_A_DECODER = {
+    "blt": (
+        "patching_mode",
+        "it keeps an entry for each patch of bytes, and the text decides how many those are",
+    ),
     "reformer": ("attn_layers", "its attention hashes tokens into buckets, and keeps those"),
     "xlm": ("causal", "it is an encoder"),
     "xlnet": ("mem_len", "it keeps hidden states, not keys and values"),
 }
+# Their classes inherit the field is_decoder, which is false unless it is set, and run as decoders all the
+# same: GPTNeoXModel never reads it, TrOCRForCausalLM sets it.
+_ALWAYS_DECODERS = frozenset({"gpt_neox", "gpt_neox_japanese", "trocr"})
 
 
 def read_layers(config: Mapping[str, Any]) -> list[tuple[int, tuple[LayerCache, ...]]]:
@@ -61,7 +68,7 @@ def read_layers(config: Mapping[str, Any]) -> list[tuple[int, tuple[LayerCache, 
     fields = ConfigFields(config)
     if fields.get("is_encoder_decoder"):
         fields.refuse("is_encoder_decoder", "an encoder-decoder keeps its encoder's keys and values too")
-    if fields.get("is_decoder") is False:
+    if fields.get("is_decoder") is False and fields.model_type not in _ALWAYS_DECODERS:
         fields.refuse("is_decoder", "it is an encoder, which keeps no cache")
     if fields.model_type in _NOT_A_DECODER:
         fields.refuse(*_NOT_A_DECODER[fields.model_type])
@@ -69,6 +76,9 @@ def read_layers(config: Mapping[str, Any]) -> list[tuple[int, tuple[LayerCache, 
     if fields.get("num_kv_shared_layers") and not sharing:
         fields.refuse("num_kv_shared_layers", "which layers share is not said without kv_sharing_modes")
     kinds = _layer_types(fields)
+    # Mllama's: they read pictures only and are passed over where there are none. The price is that of text.
+    for layer in fields.get("cross_attention_layers") or ():
+        kinds[layer] = "cross_attention"
     layers = []
     for layer in _order(fields, len(kinds)):
         shared = bool(sharing) and sharing[layer] == "reuse"

@@ -38,10 +38,12 @@ def read_state(fields: ConfigFields, layer: int, kind: str) -> _State:
     )
 
 
-def _convolution(name: str, channels: int, width: int, *, float32: bool = False) -> _State:
+def _convolution(name: str, heads: int, width: int, *, per_head: int = 1, float32: bool = False) -> _State:
+    """Over `heads` of `per_head` channels: ranks divide whole heads, or groups, where the channels have
+    them."""
     if width < 2:
         return ()
-    return (StateTensor(name, channels, width - 1, "float32" if float32 else "model"),)
+    return (StateTensor(name, heads, per_head * (width - 1), "float32" if float32 else "model"),)
 
 
 def _mamba(fields: ConfigFields, channels: int, state: str, width: str) -> _State:
@@ -57,13 +59,13 @@ def _expanded(fields: ConfigFields) -> int:
 def _mamba2(fields: ConfigFields, heads: str, head_dim: str, groups: str, state: str, width: str) -> _State:
     """Dao & Gu, "Transformers are SSMs" (arXiv:2405.21060): heads · head_dim · state numbers; the convolution
     also passes over the B and C of each group."""
-    inner = fields.count(heads) * fields.count(head_dim)
-    of_groups = fields.count(groups) * fields.count(state)
+    head_count, head_size, state_size = fields.count(heads), fields.count(head_dim), fields.count(state)
+    group_count, columns = fields.count(groups), fields.count(width)
     return (
-        StateTensor("state", fields.count(heads), fields.count(head_dim) * fields.count(state), "float32"),
-        *_convolution("convolution", inner, fields.count(width)),
-        *_convolution("convolution of B", of_groups, fields.count(width)),
-        *_convolution("convolution of C", of_groups, fields.count(width)),
+        StateTensor("state", head_count, head_size * state_size, "float32"),
+        *_convolution("convolution", head_count, columns, per_head=head_size),
+        *_convolution("convolution of B", group_count, columns, per_head=state_size),
+        *_convolution("convolution of C", group_count, columns, per_head=state_size),
     )
 
 
@@ -83,9 +85,9 @@ def _gated_delta(fields: ConfigFields) -> _State:
     width = fields.count("linear_conv_kernel_dim")
     return (
         StateTensor("state", heads, key_dim * value_dim, "float32"),
-        *_convolution("convolution of queries", key_heads * key_dim, width),
-        *_convolution("convolution of keys", key_heads * key_dim, width),
-        *_convolution("convolution of values", heads * value_dim, width),
+        *_convolution("convolution of queries", key_heads, width, per_head=key_dim),
+        *_convolution("convolution of keys", key_heads, width, per_head=key_dim),
+        *_convolution("convolution of values", heads, width, per_head=value_dim),
     )
 
 
@@ -98,7 +100,7 @@ def _kimi_delta(fields: ConfigFields) -> _State:
         *(
             tensor
             for name in ("queries", "keys", "values")
-            for tensor in _convolution(f"convolution of {name}", heads * head_dim, width)
+            for tensor in _convolution(f"convolution of {name}", heads, width, per_head=head_dim)
         ),
     )
 
@@ -139,8 +141,8 @@ def _convolved_attention(fields: ConfigFields) -> _State:
     head_dim = fields.count("head_dim")
     width = fields.count("cca_time0") + fields.count("cca_time1") - 1
     return (
-        *_convolution("convolution of queries", heads * head_dim, width),
-        *_convolution("convolution of keys", kv_heads * head_dim, width),
+        *_convolution("convolution of queries", heads, width, per_head=head_dim),
+        *_convolution("convolution of keys", kv_heads, width, per_head=head_dim),
         StateTensor("last value", kv_heads, head_dim // 2, "model"),
     )
 

@@ -152,6 +152,27 @@ def test_latents_are_kept_by_every_rank() -> None:
     assert spec_of(MLA, tensor_parallel=8).growing_bytes_per_token == spec_of(MLA).growing_bytes_per_token
 
 
+def test_a_group_of_a_state_space_is_kept_by_every_rank_that_reads_it() -> None:
+    config = {
+        "layer_types": ["mamba"] * 32,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 64,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 128,
+        "mamba_d_conv": 4,
+    }
+    state, convolution, of_group = 8 * 64 * 128 * 4, 8 * 64 * 3 * 2, 2 * 128 * 3 * 2
+    for ranks in (1, 2, 8):
+        price = spec_of(config, tensor_parallel=ranks).fixed_bytes_per_sequence
+        assert price == 32 * ((state + convolution) // ranks + of_group)
+    # Sixteen ranks for eight heads: two of them keep the same head.
+    assert spec_of(config, tensor_parallel=16).fixed_bytes_per_sequence == price
+
+
+def test_layers_that_read_pictures_keep_nothing_of_a_text() -> None:
+    assert spec_of({"cross_attention_layers": [3, 8]}).growing_bytes_per_token == 30 * 4096
+
+
 @pytest.mark.parametrize("options", [{"kv_dtype": "bf16"}, {"tensor_parallel": 0}, {"model_dtype": "fp8"}])
 def test_options_that_mean_nothing_are_errors(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"bf16|at least 1|does not run in"):

@@ -25,7 +25,7 @@ from model_runner.errors import ModelNotPriced
 from model_runner.worker.model_config import resolved
 from tests.model_runner.worker.tiny_models import decoder_model_types, tiny_config, tiny_model
 
-TOKENS = 40
+TOKENS, STEPS = 40, 8
 
 WINDOW = "a sliding layer keeps window - 1 tokens: the query's own need not be kept"
 COLUMNS = "a convolution keeps as many columns as it is wide, one more than it needs"
@@ -36,11 +36,11 @@ NO_CACHE = "the model keeps no cache, and computes everything again for each tok
 
 # Not run: too large whatever is shrunk, or not a model of text alone.
 NOT_BUILT = {
-    "blt": "its byte embeddings are billions of numbers by construction",
+    "blt": "what it keeps follows from the text, and it is refused",
     "gemma4_assistant": "it drafts for another model, and reads that one's cache",
     "gemma4_unified_assistant": "it drafts for another model, and reads that one's cache",
-    "phi4_multimodal": "its towers for pictures and sound have sizes of their own",
 }
+AT_ONCE = ("cpmant",)  # puts its own prompt before whatever it is given, and can't be given one more token
 NOT_DECODERS = ("reformer", "xlm", "xlnet")
 
 
@@ -53,16 +53,23 @@ class Comparison:
 
 
 def run(model: nn.Module, config: Any) -> Any:
-    """TOKENS tokens through the model's own cache, which is returned; None where it has none."""
+    """TOKENS tokens through the model's own cache, the last STEPS one by one; None where it has none."""
     tokens = torch.arange(TOKENS)[None] % 200 + 1
+    steps = 0 if config.model_type in AT_ONCE else STEPS
+    prompt, rest = tokens.split([TOKENS - steps, steps], dim=1)
+    given: dict[str, Any] = {}
+    if config.model_type == "recurrent_gemma":  # it fills a cache without giving it back
+        given["cache"] = DynamicCache(config=config)
     with torch.inference_mode():
-        output = model(input_ids=tokens, use_cache=True)
-        cache = next((found for name in _OUTPUTS if (found := getattr(output, name, None)) is not None), None)
-        if cache is None and config.model_type == "recurrent_gemma":  # fills a cache without giving it back
-            cache = DynamicCache(config=config)
-            model(input_ids=tokens, cache=cache, use_cache=True)
-            return [cache, [vars(m)[n] for m in model.modules() for n in _STATES if n in vars(m)]]
-    return cache
+        for part in (prompt, *(rest.split(1, dim=1) if steps else ())):
+            output = model(input_ids=part, use_cache=True, **given)
+            name = next((name for name in _OUTPUTS if getattr(output, name, None) is not None), None)
+            given = given if name is None else {name: getattr(output, name)}
+            if not given:
+                return None
+    if config.model_type == "recurrent_gemma":
+        return [given["cache"], [vars(m)[n] for m in model.modules() for n in _STATES if n in vars(m)]]
+    return next(iter(given.values()))
 
 
 _OUTPUTS = ("cache", "past_key_values", "state", "cache_params")
@@ -134,10 +141,14 @@ def expected_state(group: LayerGroup, kept: Any, comparison: Comparison) -> int:
         return held
     total = group.state_bytes // len(group.layers)
     convolutions = [t for t in group.cache.state if t.name.startswith("convolution")]
-    columns = {t.shape[-1] for t in getattr(kept, "conv_states", {}).values() if t is not None}
-    if convolutions and columns == {convolutions[0].elements_per_head + 1}:
-        comparison.rules.add(COLUMNS)
-        total += sum(t.heads * (4 if t.dtype == "float32" else 2) for t in convolutions)
+    kept_columns = [t for t in getattr(kept, "conv_states", {}).values() if t is not None]
+    priced = sum(t.heads * t.elements_per_head for t in convolutions)
+    columns = {t.shape[-1] for t in kept_columns}
+    if len(columns) == 1 and priced:
+        (width,) = columns
+        if priced * width == sum(t.numel() for t in kept_columns) * (width - 1):
+            comparison.rules.add(COLUMNS)
+            total += held_bytes(kept_columns) // width
     return total
 
 
@@ -173,3 +184,29 @@ def test_the_price_is_what_transformers_keeps(model_type: str, table: Counter[st
     if not comparison.rules:
         assert spec.sequence_bytes(TOKENS) == comparison.expected_bytes
     table["explained: " + "; ".join(sorted(comparison.rules)) if comparison.rules else "exact"] += 1
+
+
+def test_what_depends_on_the_text_is_refused() -> None:
+    with pytest.raises(ModelNotPriced, match="'blt' can't be priced by its patching_mode"):
+        KVCacheSpec.from_config(resolved(CONFIG_MAPPING["blt"]()))
+
+
+ENCODERS_UNLESS_TOLD = [
+    t
+    for t in MODEL_TYPES
+    if getattr(CONFIG_MAPPING[t](), "is_decoder", None) is False and t not in NOT_DECODERS
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model_type", ENCODERS_UNLESS_TOLD)
+def test_what_is_no_decoder_is_refused_and_only_that(model_type: str) -> None:
+    """The field is false by default in families that read it, and keep no cache then, and in some that
+    don't."""
+    config = tiny_config(model_type)
+    config.is_decoder = False
+    if run(tiny_model(config, torch.bfloat16), config) is None:
+        with pytest.raises(ModelNotPriced, match="is_decoder"):
+            KVCacheSpec.from_config(resolved(config))
+    else:
+        assert KVCacheSpec.from_config(resolved(config)).growing_bytes_per_token > 0

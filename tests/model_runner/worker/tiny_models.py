@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -66,6 +66,7 @@ _DELTA = {
     "linear_value_head_dim": 8,
 }
 _KDA = {"linear_num_heads": 2, "linear_head_dim": 16}
+_TOWER = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
 _TUNED: dict[str, dict[str, Any]] = {
     "bailing_hybrid": _KDA,
     "bamba": {**_MAMBA2, "attn_layer_indices": [1, 3]},
@@ -129,6 +130,17 @@ _TUNED: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 4, "head_dim": 32, "n_groups": 2, "state_size": 16},
     "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2},
     "olmo_hybrid": _DELTA,
+    "mllama_text_model": {"num_hidden_layers": 4, "cross_attention_layers": [1, 3]},
+    "phi4_multimodal": {
+        "vision_config": {**_TOWER, "num_hidden_layers": 2, "image_size": 28, "crop_size": 28},
+        "audio_config": {
+            **_TOWER,
+            "num_blocks": 2,
+            "ext_pw_out_channel": 64,
+            "depthwise_separable_out_channel": 64,
+            "nemo_conv_channels": 64,
+        },
+    },
     "qwen3_5_moe_text": _DELTA,
     "qwen3_5_text": _DELTA,
     "qwen3_next": _DELTA,
@@ -167,22 +179,33 @@ _TUNED: dict[str, dict[str, Any]] = {
 
 
 def decoder_model_types() -> Iterator[str]:
-    """Every causal language model of transformers whose configuration is a language model's alone.
+    """Every causal language model of transformers.
 
-    Those that only wrap another type's language model (gemma3 has gemma3_text) are left to that type.
+    Those that only wrap the language model of another type in the list (gemma3 has gemma3_text), or of any
+    (AutoConfig), are left to that type.
     """
     for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        if "text_config" not in CONFIG_MAPPING[model_type].sub_configs:
+        wrapped = CONFIG_MAPPING[model_type].sub_configs.get("text_config")
+        if wrapped is None or (
+            wrapped is not AutoConfig and wrapped.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        ):
             yield model_type
 
 
 def tiny_config(model_type: str) -> PreTrainedConfig:
     """Raises whatever the configuration class raises where it can't be made small."""
     config_class = CONFIG_MAPPING[model_type]
+    wrapped = config_class.sub_configs.get("text_config")
+    if wrapped is not None:
+        return config_class(text_config=_tiny(wrapped).to_dict())
+    return _tiny(config_class)
+
+
+def _tiny(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
     fields = _shrunk(config_class().to_dict())
     for name in _NOT_ARGUMENTS:
         fields.pop(name, None)
-    config = config_class(**{**fields, **_TUNED.get(model_type, {})})
+    config = config_class(**{**fields, **_TUNED.get(config_class.model_type, {})})
     config.use_cache = True
     if hasattr(config, "is_decoder"):
         config.is_decoder = True  # encoders that can be run as decoders are
