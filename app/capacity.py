@@ -71,6 +71,6 @@ def _allocated(plan: Plan, why_not_served: str) -> dict[str, Any]:
         "served": True,
         "block_size": layout.block_size,
         "block_bytes": layout.block_bytes,
-        "blocks": plan.kv_budget_bytes // layout.block_bytes,
+        "blocks": plan.num_blocks,
         "groups": len(layout.groups),
     }

@@ -70,11 +70,16 @@ def resolve(model: str, cache_dir: str | Path, on_progress: OnProgress | None = 
         return ModelFiles("gguf", path, cache)
     if path.exists():
         raise StartupError(f"{path} is neither a directory nor a .gguf file.")
-    if not _HUB_ID.fullmatch(model):
+    if not is_hub_id(model):
         raise StartupError(f"There is no file or directory {model}.")
     directory = _download(model, tell)
     _check_directory(directory)
     return ModelFiles("hf", directory, cache)
+
+
+def is_hub_id(model: str) -> bool:
+    """Whether it could name a model on the hub."""
+    return _HUB_ID.fullmatch(model) is not None
 
 
 def file_identity(path: Path) -> str:

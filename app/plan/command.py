@@ -6,13 +6,16 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+from app.options import UsageError
 from app.plan.options import PlanOptions, load_options
 from app.plan.report import Report, as_json, as_table
+from app.settings import Settings
 from app.sizes import format_size
 from model_runner.core.block_layout import BlockLayout
-from model_runner.core.capacity import Device, WeightsRead, make_plan
+from model_runner.core.capacity import Device, WeightsRead, fewest_devices, make_plan
 from model_runner.core.kv_dtypes import KV_DTYPES
 from model_runner.core.kv_spec import KVCacheSpec
 from model_runner.errors import DoesNotFit, ModelNotServable, StartupError
@@ -20,6 +23,17 @@ from model_runner.errors import DoesNotFit, ModelNotServable, StartupError
 _DESCRIBE_SECONDS = 300.0
 _SHORTEST_CONTEXT = 1024
 _UNKNOWN_CONTEXT = 131_072  # where the configuration names no longest context
+# How configurations spell the number of routed experts, and how many of them a token uses.
+_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
+_USED = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "experts_per_token",
+    "top_k_experts",
+    "moe_topk",
+    "moe_top_k",
+    "moe_k",
+)
 
 
 def plan(argv: Sequence[str]) -> int:
@@ -31,7 +45,10 @@ def plan(argv: Sequence[str]) -> int:
     if options.plot:
         from app.plan.plot import draw  # matplotlib takes a second to import
 
-        draw(report, options.plot)
+        try:
+            draw(report, options.plot)
+        except OSError as error:
+            raise UsageError(f"--plot {options.plot} can't be written: {error.strerror}.") from None
         print(f"drawn: {options.plot}", file=sys.stderr)
     return 0
 
@@ -57,85 +74,116 @@ def make_report(options: PlanOptions, model: dict[str, Any]) -> Report:
     """Raises ModelNotPriced, and DoesNotFit when nothing is left for the cache."""
     config, card, ranks = model["config"], options.device_memory, options.tensor_parallel
     assert card is not None, "load_options refuses a plan without a device"
-    dtype = _weights_dtype(options, config)
+    dtype = _runs_in(options, model)
+    kept_in = _kept_in(options, model["weights"], dtype)
     kv_dtype = dtype if options.kv_dtype == "auto" else options.kv_dtype
-    spec = KVCacheSpec.from_config(config, kv_dtype=kv_dtype, model_dtype=dtype, tensor_parallel=ranks)
-    weights = _weights(model["weights"], config, options, dtype)
-    budget = int(card.memory_bytes * options.gpu_memory_utilization) - options.overhead - weights.total_bytes
-    if budget <= 0:
-        raise DoesNotFit(_no_room(options, weights))
-    layout, why_not = _layout(spec, options.block_size)
+    spec = _price(config, kv_dtype, dtype, ranks)
+    weights = _weights(model["weights"], config, kept_in, ranks)
     limit = int(config.get("max_position_embeddings") or _UNKNOWN_CONTEXT)
+    contexts = options.context or _contexts(limit)
+    usable = int(card.memory_bytes * options.gpu_memory_utilization) - options.overhead
+    if usable <= weights.total_bytes:
+        whole = _weights(model["weights"], config, kept_in, 1).total_bytes
+        price = partial(_price, config, kv_dtype, dtype)
+        enough = fewest_devices(whole, usable, min(contexts), price)
+        raise DoesNotFit(_no_room(options, weights.total_bytes, usable, min(contexts), enough))
+    layout, why_not = _layout(model, spec, options.block_size)
     bandwidth = options.memory_bandwidth or card.bandwidth or None
     made = make_plan(
         spec,
         layout,
         weights,
         Device(card.memory_bytes, bandwidth),
-        kv_budget_bytes=budget,
-        contexts=options.context or _contexts(limit),
+        kv_budget_bytes=usable - weights.total_bytes,
+        contexts=contexts,
         batches=options.batch,
         limit=limit,
+        headroom_blocks=layout.headroom_blocks(Settings().max_num_batched_tokens) if layout else 0,
     )
-    return Report(model["name"], card.name, model["weights"], dtype, limit, made, why_not, options)
+    return Report(model["name"], card.name, model["weights"], kept_in, limit, made, why_not, options)
 
 
-def _weights_dtype(options: PlanOptions, config: dict[str, Any]) -> str:
-    """What the model runs in; weights that are read as stored still give activations of some type."""
-    if options.dtype != "stored":
+def _price(config: dict[str, Any], kv_dtype: str, dtype: str, ranks: int) -> KVCacheSpec:
+    return KVCacheSpec.from_config(config, kv_dtype=kv_dtype, model_dtype=dtype, tensor_parallel=ranks)
+
+
+def _runs_in(options: PlanOptions, model: dict[str, Any]) -> str:
+    """What the model computes in; weights that are read as stored still give activations of some type."""
+    if options.dtype not in ("auto", "stored"):
         return options.dtype
+    if model["weights"]["source"] == "gguf":
+        return "bfloat16"
+    config = model["config"]
     declared = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
     return declared if declared in KV_DTYPES and not KV_DTYPES[declared].quantised else "bfloat16"
 
 
-def _weights(
-    described: dict[str, Any], config: dict[str, Any], options: PlanOptions, dtype: str
-) -> WeightsRead:
+def _kept_in(options: PlanOptions, described: dict[str, Any], dtype: str) -> str:
+    """An element type, or `stored`: the bytes that the files have."""
+    stored = described["stored_bytes"] is not None
+    if options.dtype == "stored":
+        if not stored:
+            raise StartupError("--dtype stored: there are no files that say how the weights are stored.")
+        return "stored"
+    return "stored" if options.dtype == "auto" and stored and described["source"] != "gguf" else dtype
+
+
+def _weights(described: dict[str, Any], config: dict[str, Any], kept_in: str, ranks: int) -> WeightsRead:
     """Of one device, which holds an equal share of every tensor."""
-    element_bytes = KV_DTYPES[dtype].bits / 8
-    if options.dtype == "stored" and described["stored_bytes"]:
-        element_bytes = described["stored_bytes"] / described["parameters"]
-    names = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
-    experts = next((int(config[name]) for name in names if isinstance(config.get(name), int)), 0)
-    used = next(
-        (
-            int(config[n])
-            for n in ("num_experts_per_tok", "moe_topk", "moe_k")
-            if isinstance(config.get(n), int)
-        ),
-        0,
+    experts, used = (
+        next((int(config[name]) for name in names if isinstance(config.get(name), int)), 0)
+        for names in (_EXPERTS, _USED)
     )
+    numbers = [described[f"{part}parameters"] for part in ("", "expert_", "embedding_")]
+    if kept_in != "stored":
+        sizes = [number * KV_DTYPES[kept_in].bits // 8 for number in numbers]
+    else:
+        total = described["stored_bytes"]
+        parts = [described[f"stored_{part}_bytes"] for part in ("expert", "embedding")]
+        # An index tells the total alone: the parts are then in proportion to their numbers.
+        sizes = [
+            total,
+            *(
+                total * number // max(numbers[0], 1) if part is None else part
+                for part, number in zip(parts, numbers[1:], strict=True)
+            ),
+        ]
     return WeightsRead(
-        total_bytes=-(-int(described["parameters"] * element_bytes) // options.tensor_parallel),
-        expert_bytes=int(described["expert_parameters"] * element_bytes) // options.tensor_parallel,
+        total_bytes=-(-sizes[0] // ranks),
+        expert_bytes=sizes[1] // ranks,
         experts=experts if used else 0,
         experts_per_token=used,
+        embedding_bytes=sizes[2] // ranks,
     )
 
 
-def _layout(spec: KVCacheSpec, block_size: int) -> tuple[BlockLayout | None, str]:
+def _layout(model: dict[str, Any], spec: KVCacheSpec, block_size: int) -> tuple[BlockLayout | None, str]:
+    """What Plimsoll would allocate, or why it does not serve the model."""
     try:
-        return BlockLayout.from_spec(spec, block_size=block_size), ""
+        # Refuses what the price list can't tell, too: attention that is not causal, say.
+        BlockLayout.from_config(model["config"], block_size=block_size, element_bytes=2)
+        layout = BlockLayout.from_spec(spec, block_size=block_size)
     except ModelNotServable as error:
         return None, error.message
+    if method := model["weights"]["quantisation"]:
+        return None, f"Plimsoll does not serve these weights yet, because they are quantised ({method})."
+    return layout, ""
 
 
-def _no_room(options: PlanOptions, weights: WeightsRead) -> str:
-    card, ranks = options.device_memory, options.tensor_parallel
+def _no_room(options: PlanOptions, weights_bytes: int, usable: int, context: int, enough: int | None) -> str:
+    card = options.device_memory
     assert card is not None
-    usable = int(card.memory_bytes * options.gpu_memory_utilization) - options.overhead
-    whole = weights.total_bytes * ranks
     message = (
-        f"Nothing is left for the KV cache: the weights take {format_size(weights.total_bytes)} of each "
+        f"Nothing is left for the KV cache: the weights take {format_size(weights_bytes)} of each "
         f"device, and {format_size(max(usable, 0))} can be used ({options.gpu_memory_utilization:.0%} of "
         f"{format_size(card.memory_bytes)}, less {format_size(options.overhead)} of overhead)."
     )
-    if usable <= 0:
-        return message
-    enough = 1
-    while whole / enough >= usable:
-        enough *= 2
-    return f"{message} They would fit {enough} such devices: --tensor-parallel {enough}."
+    if enough is None:
+        return f"{message} No number of such devices would do."
+    return (
+        f"{message} The fewest such devices that would do, with one sequence of {context} tokens beside the "
+        f"weights: --tensor-parallel {enough}."
+    )
 
 
 def _contexts(limit: int) -> tuple[int, ...]:

@@ -73,11 +73,13 @@ class PlanOptions:
         help="A directory, a hub id, a config.json alone, or a .gguf file, of which only headers are read.",
     )
     dtype: str = option(
-        "bfloat16",
+        "auto",
         group=_MODEL,
         metavar="TYPE",
-        parse=choice("float32", "bfloat16", "float16", "stored"),
-        help="What the weights are kept in; stored is as the files have them.",
+        parse=choice("auto", "float32", "bfloat16", "float16", "stored"),
+        help="What the weights are kept in: float32, bfloat16, float16, or stored, as the files have them. "
+        "auto is stored where there are safetensors, else what the config says; a .gguf file is dequantised "
+        "to bfloat16.",
     )
     kv_dtype: str = option(
         "auto",

@@ -18,7 +18,7 @@ class Report:
     model: str
     device: str
     stored: dict[str, Any]  # as model_description.Weights
-    dtype: str
+    dtype: str  # what the weights are kept in, or "stored"
     longest_context: int  # the model's
     plan: Plan
     why_not_served: str  # "" when Plimsoll serves it
@@ -39,7 +39,9 @@ def as_json(report: Report) -> str:
         "weights_bytes": plan.weights.total_bytes,
         "weights_parameters": report.stored["parameters"],
         "weights_counted_from": report.stored["source"],
-        "weights_dtype": report.dtype if report.options.dtype != "stored" else "stored",
+        "weights_dtype": report.dtype,
+        "weights_quantisation": report.stored["quantisation"],
+        "headroom_blocks": plan.headroom_blocks if plan.layout is not None else None,
         **capacity_fields(plan, report.why_not_served),
     }
     return json.dumps(answer, indent=2)
@@ -78,7 +80,7 @@ def _facts(report: Report) -> str:
 
 
 def _weights_type(report: Report) -> str:
-    return "the stored types" if report.options.dtype == "stored" else report.dtype
+    return "the stored types" if report.dtype == "stored" else report.dtype
 
 
 def _device(report: Report) -> str:
@@ -147,6 +149,16 @@ def _notes(report: Report) -> str:
     notes = []
     if report.why_not_served:
         notes.append(report.why_not_served)
+    if report.stored["quantisation"] and report.dtype != "stored":
+        notes.append(
+            f"The configuration says that the weights are quantised ({report.stored['quantisation']}); here "
+            f"they are counted in\n{report.dtype}: only their files' headers would tell what they take."
+        )
+    if any(at.context > report.longest_context for at in report.plan.contexts):
+        notes.append(
+            f"The model was made for {report.longest_context:,} tokens; longer contexts are priced all the "
+            "same."
+        )
     if report.plan.device.bandwidth is None:
         notes.append("Without --memory-bandwidth, or a card's name, there is no speed to tell.")
     else:

@@ -11,29 +11,39 @@ The batch pays while weights outweigh the caches: at b = weights / cache(c) half
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from model_runner.core.block_layout import BlockLayout
 from model_runner.core.kv_spec import KVCacheSpec
+from model_runner.errors import ModelNotPriced
+
+# A batch that reads every expert.
+_MANY = 1 << 20
+# No one looks for a fit among more devices.
+_MOST_RANKS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsRead:
     """Bytes of weights on one device. `expert_bytes` of them belong to `experts` routed experts a layer, of
-    which each token uses `experts_per_token`."""
+    which each token uses `experts_per_token`; `embedding_bytes` are an input embedding, of which a step reads
+    one row for each token: nothing beside the rest."""
 
     total_bytes: int
     expert_bytes: int = 0
     experts: int = 0
     experts_per_token: int = 0
+    embedding_bytes: int = 0
 
     def step_bytes(self, batch: int) -> int:
         """Bytes that a step of `batch` tokens reads, if each token's experts are drawn evenly: an expert is
         left unread with probability (1 - experts_per_token / experts) ^ batch."""
+        read = self.total_bytes - self.embedding_bytes
         if not self.experts or not self.expert_bytes:
-            return self.total_bytes
+            return read
         unread = (1 - min(self.experts_per_token / self.experts, 1)) ** batch
-        return self.total_bytes - int(self.expert_bytes * unread)
+        return read - int(self.expert_bytes * unread)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +92,16 @@ class Plan:
     weights: WeightsRead
     device: Device
     kv_budget_bytes: int
+    headroom_blocks: int  # that Plimsoll keeps aside for prefills in flight
     contexts: tuple[AtContext, ...]
     batches: tuple[AtBatch, ...]
+
+    @property
+    def num_blocks(self) -> int | None:
+        """What Plimsoll has for requests; None where it does not serve the model."""
+        if self.layout is None:
+            return None
+        return max(0, self.kv_budget_bytes // self.layout.block_bytes - self.headroom_blocks)
 
     def at_context(self, context: int) -> AtContext:
         need = self.spec.sequence_bytes(context)
@@ -91,16 +109,19 @@ class Plan:
         allocated = most_allocated = None
         if self.layout is not None:
             allocated = self.layout.sequence_blocks(context) * self.layout.block_bytes
-            most_allocated = self.kv_budget_bytes // allocated
+            assert self.num_blocks is not None
+            most_allocated = self.layout.max_sequences(context, self.num_blocks)
         step, speed = self._speed(most, need)
-        half = self.weights.total_bytes / need if need else None
+        half = self.weights.step_bytes(_MANY) / need if need else None
         return AtContext(context, need, allocated, most, most_allocated, step, speed, half)
 
     def at_batch(self, sequences: int, limit: int) -> AtBatch:
         longest = self.spec.longest_context(sequences, self.kv_budget_bytes, limit)
         allocated = None
         if self.layout is not None:
-            allocated = self.layout.longest_context(sequences, self.kv_budget_bytes, limit)
+            assert self.num_blocks is not None
+            budget = self.num_blocks * self.layout.block_bytes
+            allocated = self.layout.longest_context(sequences, budget, limit)
         step, speed = self._speed(sequences if longest else 0, self.spec.sequence_bytes(longest))
         return AtBatch(sequences, longest, allocated, step, speed)
 
@@ -121,15 +142,39 @@ def make_plan(
     contexts: tuple[int, ...],
     batches: tuple[int, ...],
     limit: int,
+    headroom_blocks: int = 0,
 ) -> Plan:
-    """`layout` is None where Plimsoll does not serve the model; `limit` is its longest context, in tokens."""
-    empty = Plan(spec, layout, weights, device, kv_budget_bytes, (), ())
+    """`layout` is None where Plimsoll does not serve the model; `limit` is its longest context, in tokens.
+    `headroom_blocks` of the budget are kept aside for prefills in flight."""
+    empty = Plan(spec, layout, weights, device, kv_budget_bytes, headroom_blocks, (), ())
     return Plan(
         spec,
         layout,
         weights,
         device,
         kv_budget_bytes,
+        headroom_blocks,
         tuple(empty.at_context(context) for context in contexts),
         tuple(empty.at_batch(sequences, limit) for sequences in batches),
     )
+
+
+def fewest_devices(
+    weights_bytes: int, usable_bytes: int, context: int, price: Callable[[int], KVCacheSpec]
+) -> int | None:
+    """How many devices must share a model for its weights to fit, and one sequence of `context` tokens beside
+    them; None where no number does.
+
+    `weights_bytes` are the whole model's, `usable_bytes` one device's. `price(ranks)` is the price list among
+    so many; it raises ModelNotPriced where the heads can't be divided among them.
+    """
+    if usable_bytes <= 0:
+        return None
+    for ranks in range(max(1, -(-weights_bytes // usable_bytes)), _MOST_RANKS + 1):
+        try:
+            cache = price(ranks).sequence_bytes(context)
+        except ModelNotPriced:
+            continue
+        if -(-weights_bytes // ranks) + cache <= usable_bytes:
+            return ranks
+    return None

@@ -34,8 +34,9 @@ def test_a_request_that_never_fits_is_told_what_would(server: Server) -> None:
 
 def test_a_check_says_what_the_request_then_gets(server: Server) -> None:
     capacity = server.get("/v1/capacity").json()
-    assert capacity["growing_bytes_per_token"] * capacity["allocated"]["block_size"] == (
-        capacity["allocated"]["block_bytes"]
+    assert (
+        capacity["growing_bytes_per_token"] * capacity["allocated"]["block_size"]
+        == (capacity["allocated"]["block_bytes"])
     )
     assert capacity["free_bytes"] == capacity["kv_budget_bytes"]
 

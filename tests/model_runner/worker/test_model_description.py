@@ -1,0 +1,226 @@
+"""What a model is, from every place where its files may lie. The weights are zeros behind a header."""
+
+from __future__ import annotations
+
+import json
+import struct
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
+
+from model_runner.errors import ModelNotServable, StartupError
+from model_runner.worker.model_description import describe
+
+CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 1,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "vocab_size": 32,
+}
+EMBEDDING = 32 * 64
+# Embedding and output; four attention matrices; three of the feed-forward; three norms.
+PARAMETERS = 2 * EMBEDDING + 4 * 64 * 64 + 3 * 64 * 128 + 3 * 64
+
+
+def safetensors(tensors: dict[str, tuple[str, list[int], int]]) -> bytes:
+    """{name: (dtype, shape, bytes)} as a whole file of zeros."""
+    header: dict[str, Any] = {}
+    end = 0
+    for name, (dtype, shape, size) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(end)
+
+
+STORED = safetensors(
+    {
+        "model.embed_tokens.weight": ("BF16", [32, 64], 4096),
+        "lm_head.weight": ("BF16", [32, 64], 4096),
+        "model.layers.0.mlp.experts.0.up_proj.weight": ("F8_E4M3", [8, 4], 32),
+    }
+)
+
+
+def write(folder: Path, **config: Any) -> Path:
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
+    return folder
+
+
+def weights_of(model: Path | str) -> dict[str, Any]:
+    weights: dict[str, Any] = describe(str(model), "unused")["weights"]
+    return weights
+
+
+def test_a_config_alone_is_counted(tmp_path: Path) -> None:
+    path = write(tmp_path) / "config.json"
+    weights = weights_of(path)
+    assert (weights["source"], weights["parameters"], weights["stored_bytes"]) == ("config", PARAMETERS, None)
+    assert weights["embedding_parameters"] == EMBEDDING
+    assert weights_of(tmp_path) == weights  # the folder of it, too
+
+
+def test_counting_does_not_write_into_the_configuration(tmp_path: Path) -> None:
+    assert describe(str(write(tmp_path)), "unused")["config"].get("dtype") is None
+    write(tmp_path, torch_dtype="float16")
+    assert str(describe(str(tmp_path), "unused")["config"]["dtype"]).endswith("float16")
+
+
+def test_a_tied_embedding_is_read_whole(tmp_path: Path) -> None:
+    weights = weights_of(write(tmp_path, tie_word_embeddings=True))
+    assert (weights["parameters"], weights["embedding_parameters"]) == (PARAMETERS - EMBEDDING, 0)
+
+
+def test_headers_tell_bytes_and_parts_without_a_tokenizer(tmp_path: Path) -> None:
+    (write(tmp_path) / "model.safetensors").write_bytes(STORED)
+    weights = weights_of(tmp_path)
+    assert (weights["source"], weights["parameters"]) == ("safetensors", 2 * EMBEDDING + 32)
+    assert (weights["stored_bytes"], weights["stored_expert_bytes"]) == (8224, 32)
+    assert weights["stored_embedding_bytes"] == 4096
+
+
+def test_an_index_names_its_files_and_others_are_not_counted(tmp_path: Path) -> None:
+    (write(tmp_path) / "part.safetensors").write_bytes(STORED)
+    (tmp_path / "consolidated.safetensors").write_bytes(STORED)  # the same weights in another format
+    index = {"metadata": {"total_size": 1}, "weight_map": {"lm_head.weight": "part.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert weights_of(tmp_path)["stored_bytes"] == 8224
+
+
+def test_an_index_alone_tells_the_total(tmp_path: Path) -> None:
+    index = {"metadata": {"total_size": 123456}, "weight_map": {"lm_head.weight": "part.safetensors"}}
+    (write(tmp_path) / "model.safetensors.index.json").write_text(json.dumps(index))
+    weights = weights_of(tmp_path)
+    assert (weights["stored_bytes"], weights["stored_expert_bytes"]) == (123456, None)
+    assert weights["parameters"] == PARAMETERS
+
+
+def test_packed_elements_are_not_taken_for_parameters(tmp_path: Path) -> None:
+    folder = write(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
+    packed = {"model.layers.0.self_attn.q_proj.qweight": ("I32", [8, 64], 2048)}
+    (folder / "model.safetensors").write_bytes(safetensors(packed))
+    weights = weights_of(folder)
+    assert (weights["stored_bytes"], weights["parameters"]) == (2048, PARAMETERS)
+    assert weights["quantisation"] == "gptq"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "expected"),
+    [
+        ("model.safetensors", "not one", "not a whole safetensors file"),
+        ("model.safetensors.index.json", "{}", "not an index"),
+        ("model.safetensors.index.json", "[]", "not an index"),
+        ("config.json", "[]", "no model configuration"),
+        ("config.json", '{"model_type": "no_such_type"}', "no model configuration"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path: Path, file: str, content: str, expected: str) -> None:
+    (write(tmp_path) / file).write_text(content)
+    with pytest.raises(StartupError, match=expected):
+        describe(str(tmp_path), "unused")
+
+
+def test_what_is_not_there(tmp_path: Path) -> None:
+    for model in (tmp_path / "config.json", tmp_path / "no" / "such" / "folder"):
+        with pytest.raises(StartupError, match="There is no file or directory"):
+            describe(str(model), "unused")
+    with pytest.raises(StartupError, match="can't be read"):
+        describe(str(tmp_path), "unused")  # a folder without config.json
+
+
+# -- the hub, played by a server of our own ------------------------------------------------------------------
+
+
+class Hub(BaseHTTPRequestHandler):
+    """One model, owner/small, as the hub answers for it: metadata of files by HEAD, bytes by ranges."""
+
+    files: dict[str, bytes]
+    sent: list[int]
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def _answer(self, *, with_body: bool) -> None:
+        name = self.path.rpartition("/")[2].partition("?")[0]
+        content = self.files.get(name) if "/owner/small/resolve/" in self.path else None
+        if content is None:
+            self.send_response(404)
+            code = "EntryNotFound" if "/owner/small/" in self.path else "RepoNotFound"
+            self.send_header("X-Error-Code", code)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        whole = len(content)
+        if wanted := self.headers.get("Range"):
+            first, _, last = wanted.removeprefix("bytes=").partition("-")
+            content = content[int(first) : int(last or whole - 1) + 1]
+        self.send_response(206 if wanted else 200)
+        if wanted:
+            self.send_header("Content-Range", f"bytes {first}-{int(first) + len(content) - 1}/{whole}")
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", f'"{name}"')
+        self.send_header("X-Repo-Commit", "0" * 40)
+        self.end_headers()
+        if with_body:
+            self.sent.append(len(content))
+            self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing on standard error."""
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[type[Hub]]:
+    handler = type("TheHub", (Hub,), {"files": {"config.json": json.dumps(CONFIG).encode()}, "sent": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    endpoint = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", endpoint)
+    monkeypatch.setattr(
+        constants,
+        "HUGGINGFACE_CO_URL_TEMPLATE",
+        endpoint + "/{repo_id}/resolve/{revision}/{filename}",
+    )
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    yield handler
+    huggingface_hub.close_session()
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_of_a_hub_model_only_headers_are_fetched(hub: type[Hub]) -> None:
+    hub.files["model.safetensors"] = STORED + bytes(5_000_000)
+    weights = weights_of("owner/small")
+    assert (weights["source"], weights["stored_bytes"]) == ("safetensors", 8224)
+    assert sum(hub.sent) < 500_000
+
+
+def test_a_hub_model_without_safetensors_is_counted(hub: type[Hub]) -> None:
+    assert weights_of("owner/small")["parameters"] == PARAMETERS
+
+
+def test_a_model_that_the_hub_does_not_have(hub: type[Hub]) -> None:
+    with pytest.raises(StartupError, match="can't be read from the Hugging Face hub"):
+        describe("owner/other", "unused")
+
+
+def test_a_hub_model_that_transformers_does_not_know(hub: type[Hub]) -> None:
+    hub.files["config.json"] = b'{"model_type": "no_such_type"}'
+    with pytest.raises(ModelNotServable, match="no model configuration"):
+        describe("owner/small", "unused")
