@@ -8,7 +8,7 @@ packed batch: `T` tokens of `S` sequences, one after the other, of any lengths.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +26,15 @@ _MAX_SCORES = 1 << 24
 _MAX_GATHERED = 1 << 24
 
 
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """Some of a step's query tokens, and which of the cache they see. The same for all layers of a group."""
+
+    rows: Tensor  # [B, R] int64: packed rows of R consecutive tokens of B sequences
+    blocks: Tensor  # [B, N] int32
+    visible: Tensor  # [B, R, N · block_size] bool
+
+
 @dataclass(slots=True)
 class AttentionMetadata:
     """Where the packed tokens of one step belong. Integer tensors, on the model's device."""
@@ -41,6 +50,14 @@ class AttentionMetadata:
     decode_sequences: Tensor  # [D] int64
     decode_rows: Tensor  # [D] int64
     max_decode_len: int  # the longest of the decodes' seq_lens, 0 when there are none
+    _plans: dict[tuple[int, int | None], list[Reads]] = field(default_factory=dict)
+
+    def plan(self, group: int, window: int | None, block_size: int, max_blocks: int) -> list[Reads]:
+        """Made for a group's first layer, and read by all others."""
+        key = group, window
+        if key not in self._plans:
+            self._plans[key] = _plan_reads(self, group, window, block_size, max_blocks)
+        return self._plans[key]
 
 
 class PagedAttention(Protocol):
@@ -92,35 +109,52 @@ def torch_paged_attention(
 ) -> Tensor:
     """The reference PagedAttention, in plain torch, for any device. Decodes are batched."""
     write_kv(key, value, key_cache, value_cache, metadata.slot_mapping[group])
-    tables = metadata.block_tables[group]
     output = torch.empty_like(query)
     block_size = key_cache.shape[2]
+    plans = metadata.plan(group, window, block_size, max(1, _MAX_GATHERED // key_cache[0].numel()))
+    for plan in plans:
+        keys, values = _gather(key_cache, plan.blocks), _gather(value_cache, plan.blocks)
+        attended = _softmax_attention(query[plan.rows], keys, values, plan.visible, scale, softcap, sinks)
+        output[plan.rows] = attended
+    return output
 
-    def attend(rows: Tensor, sequences: Tensor, last: Tensor, first_block: Tensor, num_blocks: int) -> Tensor:
-        """rows [B, R, Hq, D]: R consecutive tokens of B sequences, the last at position `last` [B]."""
-        columns = first_block[:, None] + torch.arange(num_blocks, device=query.device)
+
+def _plan_reads(
+    metadata: AttentionMetadata, group: int, window: int | None, block_size: int, max_blocks: int
+) -> list[Reads]:
+    """How to read the cache for all of a step's tokens: decodes together, each prefill by itself.
+
+    At most `max_blocks` blocks are gathered at once, as far as single sequences allow.
+    """
+    tables, device = metadata.block_tables[group], metadata.seq_lens.device
+
+    def reads(rows: Tensor, sequences: Tensor, last: Tensor, longest: int) -> Reads:
+        """rows [B, R]: R consecutive tokens of B sequences, the last at position `last` [B]."""
+        first_block, num_blocks = _visible_blocks(last, rows.shape[1], longest, window, block_size)
+        columns = first_block[:, None] + torch.arange(num_blocks, device=device)
         blocks = tables[sequences[:, None], columns.clamp(max=tables.shape[1] - 1)]
-        keys, values = _gather(key_cache, blocks), _gather(value_cache, blocks)
-        key_positions = first_block[:, None] * block_size + torch.arange(keys.shape[2], device=query.device)
-        query_positions = last[:, None] + torch.arange(1 - rows.shape[1], 1, device=query.device)
+        key_positions = first_block[:, None] * block_size + torch.arange(
+            num_blocks * block_size, device=device
+        )
+        query_positions = last[:, None] + torch.arange(1 - rows.shape[1], 1, device=device)
         distance = query_positions[:, :, None] - key_positions[:, None, :]
         visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-        return _softmax_attention(rows, keys, values, visible, scale, softcap, sinks)
+        return Reads(rows, blocks, visible)
 
+    plans = []
     if metadata.max_decode_len:
         last = metadata.seq_lens[metadata.decode_sequences].long() - 1
-        first, count = _visible_blocks(last, 1, metadata.max_decode_len, window, block_size)
-        step = max(1, _MAX_GATHERED // (count * key_cache[0].numel()))
+        _, count = _visible_blocks(last, 1, metadata.max_decode_len, window, block_size)
+        step = max(1, max_blocks // count)
         for start in range(0, len(last), step):
             some = slice(start, start + step)
-            rows, sequences = metadata.decode_rows[some], metadata.decode_sequences[some]
-            output[rows] = attend(query[rows][:, None], sequences, last[some], first[some], count)[:, 0]
+            rows, sequences = metadata.decode_rows[some, None], metadata.decode_sequences[some]
+            plans.append(reads(rows, sequences, last[some], metadata.max_decode_len))
     for sequence, row, length, cached in metadata.prefills:
-        sequences = torch.tensor([sequence], device=query.device)
-        last = torch.tensor([cached - 1], device=query.device)
-        first, count = _visible_blocks(last, length, cached, window, block_size)
-        output[row : row + length] = attend(query[None, row : row + length], sequences, last, first, count)[0]
-    return output
+        rows = torch.arange(row, row + length, device=device)[None]
+        one = torch.tensor([sequence], device=device), torch.tensor([cached - 1], device=device)
+        plans.append(reads(rows, *one, cached))
+    return plans
 
 
 def _visible_blocks(

@@ -18,6 +18,7 @@ from model_runner.worker import linear as linear_module
 from model_runner.worker.accelerate import accelerate
 from model_runner.worker.attention import PagedAttention, torch_paged_attention
 from model_runner.worker.fused import FusedAttention, GatedMLP, NativeRMSNorm
+from model_runner.worker.fused_layer import FusedLayer
 from model_runner.worker.linear import NativeLinear, OneDNNLinear
 from model_runner.worker.native import load_kernels
 
@@ -52,6 +53,7 @@ def parts(model: nn.Module) -> dict[str, int]:
     """How many of a model's parts were swapped, and how many plain linear layers are left."""
     modules = list(model.modules())
     return {
+        "layers": sum(isinstance(vars(m).get("forward"), FusedLayer) for m in modules),
         "attentions": sum(isinstance(vars(m).get("forward"), FusedAttention) for m in modules),
         "mlps": sum(isinstance(m, GatedMLP) for m in modules),
         "norms": sum(isinstance(m, NativeRMSNorm) for m in modules),
@@ -110,11 +112,16 @@ def test_bfloat16_is_as_near_to_float32_as_it_was(
 @pytest.mark.parametrize(
     ("family", "expected"),
     [
-        ("llama", {"attentions": 4, "mlps": 4, "norms": 9}),
-        ("smollm3", {"attentions": 4, "mlps": 4, "norms": 9}),  # one layer without rotation
-        ("qwen2", {"attentions": 4, "mlps": 4, "norms": 9}),  # biases
-        ("qwen3", {"attentions": 0, "mlps": 4, "norms": 17}),  # norms of queries and keys
-        ("gemma3_text", {"attentions": 0, "mlps": 0, "norms": 25}),  # gelu, norms of another kind
+        ("llama", {"layers": 4, "attentions": 4, "mlps": 4, "norms": 9}),
+        ("smollm3", {"layers": 4, "attentions": 4, "mlps": 4, "norms": 9}),  # one layer without rotation
+        ("qwen2", {"layers": 4, "attentions": 4, "mlps": 4, "norms": 9}),  # biases
+        ("granite", {"layers": 0, "attentions": 4, "mlps": 4, "norms": 9}),  # scales what it adds
+        ("olmo2", {"layers": 0, "attentions": 0, "mlps": 4, "norms": 17}),  # norms after, not before
+        ("qwen3", {"layers": 0, "attentions": 0, "mlps": 4, "norms": 17}),  # norms of queries and keys
+        (
+            "gemma3_text",
+            {"layers": 0, "attentions": 0, "mlps": 0, "norms": 25},
+        ),  # gelu, norms of another kind
     ],
 )
 def test_what_is_recognised(
@@ -131,6 +138,33 @@ def test_what_is_recognised(
 
     serve(families.make(family).bfloat16(), prepare=prepare)
     assert found == {**expected, "plain": 0}
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "smollm3"])
+def test_a_fused_layer_is_its_parts_to_the_last_bit(
+    family: str,
+    families: Any,
+    serve: Any,
+    cache_dir: Path,
+    prompts: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same kernels in the same order: only what stands between them is gone."""
+    if not has_native_linear(cache_dir):
+        pytest.skip("this CPU has no AVX512-BF16")
+
+    def prepare(model: nn.Module, modules: list[nn.Module]) -> PagedAttention:
+        return accelerate(model, modules, cache_dir=cache_dir).attention
+
+    model = families.make(family).bfloat16()
+    fused = serve(model, max_num_batched_tokens=16, prepare=prepare)
+    tokens = fused.generate(prompts, MAX_TOKENS)
+    monkeypatch.setattr(accelerate_module, "fuse_layers", lambda *_: 0)
+    in_parts = serve(model, max_num_batched_tokens=16, prepare=prepare)
+    assert in_parts.generate(prompts, MAX_TOKENS) == tokens
+    assert fused.sampler.logits.keys() == in_parts.sampler.logits.keys()
+    for key, logits in in_parts.sampler.logits.items():
+        assert torch.equal(fused.sampler.logits[key], logits)
 
 
 def test_without_a_compiler_onednn_packs_the_weights(
