@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from model_runner.worker import fused
+from model_runner.worker import fused, machine
 from model_runner.worker.attention import PagedAttention, torch_paged_attention
 from model_runner.worker.fused_layer import fuse_layers
 from model_runner.worker.huge_pages import move_together
@@ -19,6 +19,9 @@ from model_runner.worker.linear import NativeLinear, pack_linears
 from model_runner.worker.native import Kernels, load_kernels
 
 logger = logging.getLogger(__name__)
+
+
+_MOST_HELD_TWICE = 512 << 20  # bytes of weights that may be kept in two layouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,8 @@ def accelerate(
     if kernels is None or parameter.dtype not in kernels.dtypes:
         packed = pack_linears(model, None)
         return Execution(f"eager, torch attention{_weights(packed, 'oneDNN')}", torch_paged_attention)
+    if machine.has_amx():
+        _use_tiles(model, kernels)
     fused_modules = _fuse(model, attention_modules, kernels)
     packed = pack_linears(model, kernels)
     move_together([(module, "panels") for module in model.modules() if isinstance(module, NativeLinear)])
@@ -58,7 +63,19 @@ def accelerate(
     logger.info("fused %d whole layers", fused_layers)
     description = f"eager, native attention, {fused_modules} fused modules, {fused_layers} fused layers"
     packer = "native" if kernels.has_linear else "oneDNN"
+    packer += ", oneDNN for many rows" if kernels.wide else ""
     return Execution(description + _weights(packed, packer), kernels.paged_attention)
+
+
+def _use_tiles(model: nn.Module, kernels: Kernels) -> None:
+    """AMX's tiles are oneDNN's to use: for all products of a large model, for those of many rows of a small
+    one."""
+    linears = (module for module in model.modules() if type(module) is nn.Linear)
+    twice = sum(linear.weight.nbytes for linear in linears)
+    if twice <= _MOST_HELD_TWICE:
+        kernels.wide = kernels.has_linear
+    else:
+        kernels.has_linear = False
 
 
 def _fuse(model: nn.Module, attention_modules: Sequence[nn.Module], kernels: Kernels) -> int:

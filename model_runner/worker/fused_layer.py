@@ -7,7 +7,7 @@ cache, and agreed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ from model_runner.worker.fused import (
     check_tokens,
     random_tensor,
 )
+from model_runner.worker.linear import WIDE_ROWS
 from model_runner.worker.native import Kernels, LayerArguments, set_cache
 
 _CHECK_BLOCK_SIZE = 16
@@ -36,6 +37,7 @@ class FusedLayer:
     def __init__(self, kernels: Kernels, layer: Any) -> None:
         """`layer` is one that `fits`, and whose weights will not move any more."""
         self._kernels = kernels
+        self._in_parts: Callable[..., Tensor] = layer.forward  # transformers' own, over the swapped parts
         self._attention_module: nn.Module = layer.self_attn
         attention: FusedAttention = layer.self_attn.forward
         self._attention = attention
@@ -57,6 +59,8 @@ class FusedLayer:
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None, **_: Any
     ) -> Tensor:
         """hidden_states [1, T, hidden] bfloat16 -> the same shape."""
+        if self._kernels.wide and hidden_states.shape[1] >= WIDE_ROWS:
+            return self._in_parts(hidden_states, position_embeddings=position_embeddings)
         x = hidden_states.contiguous()
         y = torch.empty_like(x)
         arguments, tokens = self._arguments, x.shape[1]

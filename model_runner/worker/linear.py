@@ -2,6 +2,9 @@
 
 Two kinds: Plimsoll's own kernel for bfloat16 where it was compiled for the CPU, and oneDNN's packed form,
 which needs no compiler. Each layer's plain weights are let go as soon as it is packed.
+
+On CPUs with AMX tiles, which oneDNN uses and Plimsoll's kernel does not, a layer may hold both: its own for
+few rows, which memory bounds, and oneDNN's for many, which the multipliers bound.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from model_runner.worker.native import PANEL_OUTPUTS, Kernels, LinearArguments, 
 
 # oneDNN lays the weights out for a number of rows; this one is good from one row to hundreds.
 _ONEDNN_ROWS = 32
+# From so many rows on, tiles of sixteen rows are full.
+WIDE_ROWS = 16
 
 
 class NativeLinear(nn.Module):
@@ -29,12 +34,25 @@ class NativeLinear(nn.Module):
         self._kernels = kernels
         self._outputs = weight.shape[0]
         self._gated = gated
+        self._wide = _pack_onednn(weight) if kernels.wide else None
         self.register_buffer("panels", pack_panels(weight))
         padding = (0, -self._outputs % PANEL_OUTPUTS)
         self.register_buffer("bias", None if bias is None else nn.functional.pad(bias.float(), padding))
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._wide is not None and x.numel() >= WIDE_ROWS * x.shape[-1]:
+            return self._wide_forward(x)
         return self._kernels.linear(x, self.panels, self.bias, self._outputs, gated=self._gated)
+
+    def _wide_forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias[: self._outputs].to(x.dtype)
+        product = _onednn_product(x, self._wide, bias)
+        if not self._gated:
+            return product
+        # In interleave_gated's order.
+        gate, up = product.view(*product.shape[:-1], -1, 2, PANEL_OUTPUTS // 2).unbind(-2)
+        opened: Tensor = (nn.functional.silu(gate) * up).flatten(-2)
+        return opened
 
     def arguments(self) -> LinearArguments:
         """What kernels need to apply it. Holds pointers: the layer must outlive it, and stay where it is."""
@@ -60,12 +78,11 @@ class OneDNNLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _ONEDNN_ROWS)
+        self._weight = _pack_onednn(linear.weight.detach())
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
 
     def forward(self, x: Tensor) -> Tensor:
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
-        return product
+        return _onednn_product(x, self._weight, self.bias)
 
     @staticmethod
     def fits(linear: object) -> bool:
@@ -75,6 +92,16 @@ class OneDNNLinear(nn.Module):
             and torch._C._has_mkldnn
             and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
         )
+
+
+def _pack_onednn(weight: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _ONEDNN_ROWS)
+    return packed
+
+
+def _onednn_product(x: Tensor, packed: Tensor | None, bias: Tensor | None) -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return product
 
 
 def interleave_gated(gate: Tensor, up: Tensor) -> Tensor:

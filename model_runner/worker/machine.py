@@ -19,6 +19,12 @@ _CGROUP = Path("/sys/fs/cgroup")
 _NO_LIMIT = 1 << 60
 
 
+def has_amx() -> bool:
+    """Whether the CPU multiplies tiles of bfloat16 (Intel's AMX)."""
+    cpuinfo = Path("/proc/cpuinfo")
+    return cpuinfo.exists() and " amx_bf16 " in cpuinfo.read_text(errors="replace").replace("\n", " ")
+
+
 def choose_device(device: str) -> torch.device:
     """`auto` is the first CUDA device, or the CPU. Raises StartupError for a device that isn't there."""
     if device == "auto":

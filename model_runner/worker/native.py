@@ -158,6 +158,7 @@ class Kernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         self.dtypes = frozenset(_SUFFIXES)
         self.has_linear = bool(library.plimsoll_linear_supported())
+        self.wide = False  # whether products of many rows are left to oneDNN, whose weights are then kept too
         self._write_kv = _by_dtype(library, "plimsoll_write_kv", c_void_p)
         self._linear = _function(library, "plimsoll_linear", *[c_void_p] * 4, *[c_int64] * 5)
         self._decoder_layer = _function(library, "plimsoll_decoder_layer", c_void_p)

@@ -19,7 +19,7 @@ from model_runner.worker.accelerate import accelerate
 from model_runner.worker.attention import PagedAttention, torch_paged_attention
 from model_runner.worker.fused import FusedAttention, GatedMLP, NativeRMSNorm
 from model_runner.worker.fused_layer import FusedLayer
-from model_runner.worker.linear import NativeLinear, OneDNNLinear
+from model_runner.worker.linear import WIDE_ROWS, NativeLinear, OneDNNLinear
 from model_runner.worker.native import load_kernels
 
 LENGTHS = (1, 6, 23, 37)
@@ -165,6 +165,64 @@ def test_a_fused_layer_is_its_parts_to_the_last_bit(
     assert fused.sampler.logits.keys() == in_parts.sampler.logits.keys()
     for key, logits in in_parts.sampler.logits.items():
         assert torch.equal(fused.sampler.logits[key], logits)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "granite"])
+def test_products_of_many_rows_can_be_left_to_onednn(
+    family: str, families: Any, serve: Any, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a CPU with AMX does, on any that has the native products: prompts above and below the limit."""
+    if not has_native_linear(cache_dir):
+        pytest.skip("this CPU has no AVX512-BF16")
+    wide: list[str] = []
+
+    def prepare(model: nn.Module, modules: list[nn.Module]) -> PagedAttention:
+        execution = accelerate(model, modules, cache_dir=cache_dir)
+        wide.append(execution.description)
+        return execution.attention
+
+    model = families.make(family)
+    exact = serve(model)
+    prompts = random_prompts((3, WIDE_ROWS - 1, WIDE_ROWS, 40))
+    errors = []
+    model = model.bfloat16()
+    for has_amx in (False, True):
+        monkeypatch.setattr(accelerate_module.machine, "has_amx", lambda has_amx=has_amx: has_amx)
+        served = serve(model, prepare=prepare)
+        for p in prompts:
+            exact.generate([p], 1)
+            served.generate([p], 1)
+        errors.append(
+            [
+                float((served.sampler.logits[tuple(p)] - exact.sampler.logits[tuple(p)]).norm())
+                / float(exact.sampler.logits[tuple(p)].norm())
+                for p in prompts
+            ]
+        )
+    assert ["oneDNN for many rows" in description for description in wide] == [False, True]
+    native, mixed = errors
+    assert mixed[:2] == native[:2]
+    assert statistics.fmean(mixed) < 1.5 * statistics.fmean(native)
+
+
+def test_a_large_model_on_amx_keeps_its_weights_once(
+    families: Any, serve: Any, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerate_module.machine, "has_amx", lambda: True)
+    monkeypatch.setattr(accelerate_module, "_MOST_HELD_TWICE", 1000)
+    kinds: set[type[nn.Module]] = set()
+
+    def prepare(model: nn.Module, modules: list[nn.Module]) -> PagedAttention:
+        execution = accelerate(model, modules, cache_dir=cache_dir)
+        kinds.update(type(m) for m in model.modules())
+        assert "native attention" in execution.description
+        return execution.attention
+
+    model = families.make("llama").bfloat16()
+    served = serve(model, prepare=prepare)
+    served.generate(random_prompts([20]), 4)
+    assert NativeLinear not in kinds
+    assert OneDNNLinear in kinds
 
 
 def test_without_a_compiler_onednn_packs_the_weights(
