@@ -1,105 +1,179 @@
-"""The load line: how many sequences fit at each context, and how fast they can be served along it."""
+"""The load line: batch against context where the memory ends, and the speed that is possible along it."""
 
 from __future__ import annotations
 
 import html
 import io
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from app.options import UsageError
-from app.plan.report import Report
+from app.plan.report import Report, as_table
 from app.sizes import format_size
-from model_runner.core.capacity import AtContext
+from model_runner.core.capacity import Plan
 
-_POINTS = 80
-_INK, _WATER, _HULL, _SPEED = "#1d2b3a", "#9cc4e4", "#c0392b", "#d98200"
+_INK, _SOFT, _GRID = "#1c2733", "#66727f", "#e3e7eb"
+_LINE, _FILL, _EVEN, _OURS = "#b3261e", "#dbe9f6", "#2f6f9f", "#7a4fa3"
+_POINTS_PER_DOUBLING = 12
+_SHORTEST = 256  # tokens
+
+_PAGE = """\
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+  body {{ margin: 2rem auto; max-width: 62rem; padding: 0 1rem; color: #1c2733; background: #fff;
+         font: 16px/1.5 system-ui, sans-serif; }}
+  svg {{ width: 100%; height: auto; }}
+  pre {{ overflow-x: auto; font-size: 13px; line-height: 1.4; background: #f6f8fa; padding: 1rem; }}
+</style>
+</head>
+<body>
+<h1>{title}</h1>
+{picture}
+<pre>{table}</pre>
+</body>
+</html>
+"""
 
 
 def draw(report: Report, file: str) -> None:
-    """Write the picture, as PNG, SVG or a page by the file's name. Raises UsageError without matplotlib."""
+    """Write the picture in the format that the file's name ends in: .png, .svg or .html, which is one page
+    with nothing to fetch. Raises UsageError without matplotlib, OSError where the file can't be written."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise UsageError("--plot needs matplotlib: pip install 'plimsoll[plot]'") from None
-    figure = Figure(figsize=(9, 5.6), layout="constrained")
+    figure = Figure(figsize=(9.6, 8.4), layout="constrained", facecolor="white")
     _fill(figure, report)
     path = Path(file)
-    if path.suffix.lower() == ".html":
-        path.write_text(_page(figure, report), encoding="utf-8")
-    else:
-        figure.savefig(path, dpi=160)
-
-
-def _line(report: Report) -> list[AtContext]:
-    """The plan at contexts from 64 tokens up to the model's own, evenly spaced to the eye."""
-    contexts = np.unique(
-        np.geomspace(min(64, report.longest_context), report.longest_context, _POINTS).astype(int)
-    )
-    return [at for at in map(report.plan.at_context, contexts.tolist()) if at.max_sequences]
-
-
-def _fill(figure: Any, report: Report) -> None:
-    line = _line(report)
-    axes = figure.add_subplot()
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_title(_title(report), loc="left", color=_INK, fontsize=11)
-    axes.set_xlabel("context of each sequence, tokens")
-    axes.set_ylabel("sequences at once")
-    axes.grid(True, which="major", color="#e3e8ee", linewidth=0.7)
-    axes.spines[["top", "right"]].set_visible(False)
-    if not line:
-        axes.text(0.5, 0.5, "not one sequence fits", transform=axes.transAxes, ha="center", color=_HULL)
+    if path.suffix.lower() == ".png":
+        figure.savefig(path, format="png", dpi=160)
         return
-    contexts = [at.context for at in line]
-    batches = [at.max_sequences or 0 for at in line]
-    axes.fill_between(contexts, batches, 0.9, color=_WATER, alpha=0.45, linewidth=0)
-    axes.plot(contexts, batches, color=_HULL, linewidth=2.2, label="the load line: no more memory")
-    axes.set_xlim(contexts[0], contexts[-1])
-    axes.set_ylim(0.9, max(batches) * 1.6)
-    axes.text(contexts[len(contexts) // 6], 1.3, "fits", color="#2c5d82", fontsize=13, style="italic")
-    axes.xaxis.set_major_formatter(lambda value, _: _tokens(int(value)))
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    if report.plan.device.bandwidth is not None:
-        _add_speed(axes, line)
-    axes.legend(loc="upper right", frameon=False, fontsize=9)
-
-
-def _add_speed(axes: Any, line: list[AtContext]) -> None:
-    """The ceiling along the line, on an axis of its own; and where the caches outweigh the weights."""
-    contexts = [at.context for at in line]
-    halves = [at.half_ceiling_batch or np.nan for at in line]
-    axes.plot(
-        contexts,
-        halves,
-        color=_INK,
-        linewidth=1.1,
-        linestyle=":",
-        label="caches read outweigh the weights above",
-    )
-    speed = axes.twinx()
-    speed.set_yscale("log")
-    speed.plot(
-        contexts, [at.tokens_per_second or np.nan for at in line], color=_SPEED, linewidth=1.6, linestyle="--"
-    )
-    speed.set_ylabel("tokens/s at most, along the load line", color=_SPEED)
-    speed.tick_params(axis="y", colors=_SPEED)
-    speed.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    speed.spines[["top", "left"]].set_visible(False)
-    axes.plot([], [], color=_SPEED, linewidth=1.6, linestyle="--", label="tokens/s at most (right axis)")
+    drawn = io.StringIO()
+    figure.savefig(drawn, format="svg", metadata={"Date": None, "Title": _title(report)})
+    svg = drawn.getvalue()
+    if path.suffix.lower() == ".html":
+        # Within a page, neither the XML declaration nor the document type has a place.
+        svg = _PAGE.format(
+            title=html.escape(_title(report)),
+            picture=svg[svg.index("<svg") :],
+            table=html.escape(as_table(report)),
+        )
+    path.write_text(svg, encoding="utf-8")
 
 
 def _title(report: Report) -> str:
-    plan, ranks = report.plan, report.options.tensor_parallel
-    devices = f"{ranks} × {report.device}" if ranks > 1 else report.device
-    return (
-        f"{Path(report.model).name or report.model} on {devices}\n{format_size(plan.weights.total_bytes)} of "
-        f"weights, {format_size(plan.kv_budget_bytes)} of {plan.spec.kv_dtype} cache"
-        f"{' per device' if ranks > 1 else ''}"
+    ranks = report.options.tensor_parallel
+    name = Path(report.model).name or report.model
+    return f"{name} on {f'{ranks} × ' if ranks > 1 else ''}{report.device}"
+
+
+def _fill(figure: Any, report: Report) -> None:
+    plan = report.plan
+    contexts = _contexts(report)
+    # Between whole numbers, too: a line that is a staircase only where batches are small reads badly.
+    prices = [plan.spec.sequence_bytes(each) for each in contexts]
+    batches = [plan.kv_budget_bytes / price if price else float("nan") for price in prices]
+    if plan.device.bandwidth is None:
+        load, speed = figure.subplots(), None
+    else:
+        load, speed = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    figure.suptitle(_title(report), x=0.02, ha="left", fontsize=15, fontweight="bold", color=_INK)
+    _draw_load(load, report, contexts, batches)
+    if speed is not None:
+        _draw_speed(speed, plan, contexts, batches)
+    _context_axis(load if speed is None else speed, contexts)
+
+
+def _contexts(report: Report) -> list[int]:
+    """Evenly spaced on a logarithmic axis, from short to the longest that is asked or possible."""
+    asked = [at.context for at in report.plan.contexts]
+    longest = max(report.longest_context, *asked)
+    shortest = min(_SHORTEST, *asked, max(longest // 2, 1))
+    contexts, at = [], float(shortest)
+    while at < longest:
+        contexts.append(round(at))
+        at *= 2 ** (1 / _POINTS_PER_DOUBLING)
+    return sorted({*contexts, longest})
+
+
+def _draw_load(axes: Any, report: Report, contexts: Sequence[int], batches: Sequence[float]) -> None:
+    plan = report.plan
+    top = 2 * max([4.0, *(each for each in batches if not math.isnan(each))])
+    about = (
+        f"{format_size(plan.kv_budget_bytes)} left for the cache beside "
+        f"{format_size(plan.weights.total_bytes)} of weights"
+        f"{' on each device' if report.options.tensor_parallel > 1 else ''}; cache in {plan.spec.kv_dtype}"
     )
+    axes.set_title(about, loc="left", fontsize=10, color=_SOFT)
+    axes.fill_between(contexts, 0.5, batches, color=_FILL, label="fits")
+    axes.plot(contexts, batches, color=_LINE, linewidth=2.4, label="the load line: memory is full")
+    if plan.layout is not None and plan.num_blocks:
+        layout, blocks = plan.layout, plan.num_blocks
+        ours = [blocks / layout.sequence_blocks(each) for each in contexts]
+        dashes = (0, (5, 2))
+        axes.plot(contexts, ours, color=_OURS, linewidth=1.2, linestyle=dashes, label="as Plimsoll allocates")
+    evens = [plan.at_context(each).half_ceiling_batch or float("nan") for each in contexts]
+    label = "cache read = weights read: above, half of the ceiling is passed"
+    axes.plot(contexts, evens, color=_EVEN, linewidth=1.4, linestyle=":", label=label)
+    for at in plan.contexts:
+        if at.max_sequences:
+            spot = (at.context, plan.kv_budget_bytes / at.sequence_bytes)
+            axes.plot(*spot, "o", color=_LINE, markersize=5)
+            axes.annotate(
+                f"{at.max_sequences:,}", spot, (5, 6), textcoords="offset points", fontsize=9, color=_INK
+            )
+    axes.set_yscale("log", base=2)
+    axes.set_ylim(0.5, top)
+    axes.set_ylabel("sequences in the batch", color=_INK)
+    axes.set_yticks(_powers(1, top))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    _dress(axes)
+
+
+def _draw_speed(axes: Any, plan: Plan, contexts: Sequence[int], batches: Sequence[float]) -> None:
+    """Tokens per second: of the fullest batch, of one sequence alone, and of a batch without end."""
+    prices = [plan.spec.sequence_bytes(each) for each in contexts]
+
+    def ceiling(batch: Callable[[float], int]) -> list[float]:
+        found = []
+        for price, most in zip(prices, batches, strict=True):
+            wished = batch(most) if most >= 1 else 0
+            step = plan.device.step_seconds(plan.weights, wished, price)
+            found.append(wished / step if wished and step else float("nan"))
+        return found
+
+    bandwidth = plan.device.bandwidth or float("nan")
+    endless = [bandwidth / price if price else float("nan") for price in prices]
+    title = "The ceiling that memory bandwidth sets along the line"
+    axes.set_title(title, loc="left", fontsize=10, color=_SOFT)
+    axes.plot(contexts, endless, color=_EVEN, linewidth=1.4, linestyle=":", label="a batch without end")
+    axes.plot(contexts, ceiling(int), color=_LINE, linewidth=2.4, label="the largest batch that fits")
+    axes.plot(contexts, ceiling(lambda _: 1), color=_SOFT, linewidth=1.4, label="one sequence alone")
+    axes.set_yscale("log")
+    axes.set_ylabel("tokens per second, at most", color=_INK)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+    _dress(axes)
+
+
+def _context_axis(axes: Any, contexts: Sequence[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(contexts[0], contexts[-1] * 1.2)
+    axes.set_xticks(_powers(contexts[0], contexts[-1]))
+    axes.xaxis.set_major_formatter(lambda value, _: _tokens(round(value)))
+    axes.set_xlabel("tokens of each sequence in the cache", color=_INK)
+
+
+def _powers(lowest: float, highest: float) -> list[int]:
+    """Powers of two between; every other one where there would be many."""
+    found = [1 << bit for bit in range(41) if lowest <= 1 << bit <= highest]
+    return found[:: 1 if len(found) <= 12 else 2]
 
 
 def _tokens(count: int) -> str:
@@ -109,27 +183,11 @@ def _tokens(count: int) -> str:
     return f"{count:,}"
 
 
-def _page(figure: Any, report: Report) -> str:
-    """One self-contained page: the picture as inline SVG, and the figures as a table that can be copied."""
-    drawn = io.StringIO()
-    figure.savefig(drawn, format="svg")
-    svg = drawn.getvalue()
-    rows = "".join(
-        f"<tr><td>{at.context:,}</td><td>{html.escape(format_size(at.sequence_bytes))}</td>"
-        f"<td>{'any' if at.max_sequences is None else f'{at.max_sequences:,}'}</td></tr>"
-        for at in report.plan.contexts
-    )
-    title = html.escape(_title(report).replace("\n", ": "))
-    return f"""<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{title}</title>
-<style>
-body {{ font: 15px/1.5 system-ui, sans-serif; color: {_INK}; max-width: 60rem; margin: 2rem auto; }}
-svg {{ width: 100%; height: auto; }}
-table {{ border-collapse: collapse; }} td, th {{ padding: .2rem .9rem; text-align: right; }}
-tr + tr {{ border-top: 1px solid #e3e8ee; }}
-</style>
-{svg[svg.index("<svg") :]}
-<table><tr><th>context</th><th>bytes per sequence</th><th>sequences at once</th></tr>{rows}</table>
-</html>
-"""
+def _dress(axes: Any) -> None:
+    axes.grid(which="major", color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.minorticks_off()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(_SOFT)
+    axes.tick_params(colors=_INK, labelsize=9)
+    axes.legend(loc="upper right", fontsize=9, framealpha=0.95, edgecolor=_GRID)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -148,7 +149,7 @@ def _by_batch(report: Report) -> str:
 def _notes(report: Report) -> str:
     notes = []
     if report.why_not_served:
-        notes.append(report.why_not_served)
+        notes.append(textwrap.fill(report.why_not_served, 98))
     if report.stored["quantisation"] and report.dtype != "stored":
         notes.append(
             f"The configuration says that the weights are quantised ({report.stored['quantisation']}); here "

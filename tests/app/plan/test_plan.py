@@ -244,3 +244,47 @@ def test_a_description_that_fails_is_an_error_of_its_own(
     monkeypatch.setattr(command.sys, "executable", "/bin/false")
     with pytest.raises(command.StartupError, match="exit code 1"):
         command.describe("", str(tmp_path))
+
+
+def test_what_is_drawn_is_said_on_it(
+    config_file: Callable[[dict[str, Any]], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "line.html"
+    words = ["--model", config_file(LLAMA_70B), "--device-memory", "H100", "--tensor-parallel", "4"]
+    plan = answer(capsys, *words, "--context", "4K", "--plot", str(picture))
+    page = picture.read_text()
+    assert "config.json on 4 × H100" in page
+    for label in ("the load line: memory is full", "sequences in the batch", "tokens per second, at most"):
+        assert f"<!-- {label} -->" in page  # matplotlib draws text as outlines, and says it beside them
+    assert f"<!-- {plan['max_sequences']['4096']} -->" in page
+    assert "The largest batch at each context" in page  # the figures, to be copied
+
+
+def test_a_picture_that_cannot_be_written(
+    config_file: Callable[[dict[str, Any]], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model", config_file(LLAMA_70B), "--device-memory", "H100", "--tensor-parallel", "4"]
+    assert main(["plan", *words, "--plot", str(tmp_path / "no" / "line.png")]) == 2
+    assert "can't be written" in capsys.readouterr().err
+
+
+def test_a_state_space_model_is_as_dear_at_any_length(
+    config_file: Callable[[dict[str, Any]], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mamba = {"model_type": "mamba", "num_hidden_layers": 64, "hidden_size": 2560, "state_size": 16}
+    words = ["--model", config_file(mamba), "--device-memory", "L4", "--context", "1,1M"]
+    plan = answer(capsys, *words, "--plot", str(tmp_path / "line.svg"))
+    assert plan["fixed_bytes_per_sequence"] == 22_937_600
+    assert plan["growing_bytes_per_token"] == 0
+    assert len(set(plan["max_sequences"].values())) == 1
+    assert "recurrent state" in plan["allocated"]["reason"]
+
+
+def test_weights_of_an_unknown_number_format_are_said_to_be(
+    config_file: Callable[[dict[str, Any]], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {**LLAMA_70B, "quantization_config": {"quant_method": "fp8"}}
+    words = ["--model", config_file(config), "--device-memory", "256GiB"]
+    plan = answer(capsys, *words)
+    assert (plan["weights_quantisation"], plan["weights_dtype"]) == ("fp8", "bfloat16")
+    assert "they are quantised (fp8)" in plan["allocated"]["reason"]
