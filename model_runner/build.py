@@ -12,6 +12,7 @@ from torch import nn
 from model_runner import engine_process, model_files
 from model_runner.config import EngineConfig
 from model_runner.core.block_layout import BlockLayout
+from model_runner.core.kv_spec import KVCacheSpec
 from model_runner.engine import EngineCore
 from model_runner.engine_process import BuiltEngine
 from model_runner.errors import DoesNotFit
@@ -108,9 +109,8 @@ def _choose(config: EngineConfig, on_progress: OnProgress) -> _Choices:
     source = read_source(files)
     device = machine.choose_device(config.device)
     dtype = machine.choose_dtype(config.dtype, device, source.config.dtype)
-    layout = BlockLayout.from_config(
-        resolved(source.config), block_size=config.block_size, element_bytes=dtype.itemsize
-    )
+    spec = KVCacheSpec.from_config(resolved(source.config), kv_dtype=str(dtype).removeprefix("torch."))
+    layout = BlockLayout.from_spec(spec, block_size=config.block_size)
     return _Choices(
         source=source,
         device=device,

@@ -35,7 +35,7 @@ def _row(name: str, config: Mapping[str, Any]) -> list[str]:
     fields = resolve(config)
     spec = KVCacheSpec.from_config(fields)
     try:
-        BlockLayout.from_config(fields, block_size=16, element_bytes=2)
+        BlockLayout.from_spec(spec, block_size=16)
         served = "yes"
     except ModelNotServable:
         served = "not yet"

@@ -160,8 +160,6 @@ def _weights(described: dict[str, Any], config: dict[str, Any], kept_in: str, ra
 def _layout(model: dict[str, Any], spec: KVCacheSpec, block_size: int) -> tuple[BlockLayout | None, str]:
     """What Plimsoll would allocate, or why it does not serve the model."""
     try:
-        # Refuses what the price list can't tell, too: attention that is not causal, say.
-        BlockLayout.from_config(model["config"], block_size=block_size, element_bytes=2)
         layout = BlockLayout.from_spec(spec, block_size=block_size)
     except ModelNotServable as error:
         return None, error.message

@@ -17,10 +17,9 @@ step ends.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
-from typing import Any, Literal
+from typing import Literal
 
 from model_runner.core.kv_dtypes import KV_DTYPES
 from model_runner.core.kv_spec import KVCacheSpec, LayerGroup
@@ -51,23 +50,12 @@ class BlockLayout:
     element_bytes: int
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], *, block_size: int, element_bytes: int) -> BlockLayout:
-        """Lay out what KVCacheSpec reads off a decoder's resolved configuration.
-
-        Raises ModelNotServable, naming the field or the layer, for whatever would be priced or run wrongly.
-        """
-        for field, why in _NOT_CAUSAL.items():
-            if config.get(field):
-                raise _not_served(str(config.get("model_type", "unknown")), f"its config sets {field}: {why}")
-        dtype = next(name for name, dtype in KV_DTYPES.items() if dtype.bits == 8 * element_bytes)
-        return cls.from_spec(KVCacheSpec.from_config(config, kv_dtype=dtype), block_size=block_size)
-
-    @classmethod
     def from_spec(cls, spec: KVCacheSpec, *, block_size: int) -> BlockLayout:
         """What Plimsoll allocates for a model that it serves.
 
         Raises ModelNotServable, with the reason, for one whose layers are not all full or sliding, of one
-        shape and with values as wide as keys, kept unquantised on one device.
+        shape and with values as wide as keys, kept unquantised on one device, or whose attention is biased
+        by distance (ALiBi).
         """
         if block_size < 1:
             raise ValueError(f"block_size is {block_size}, and must be positive")
@@ -187,10 +175,6 @@ class BlockLayout:
         return budget_blocks // self.sequence_blocks(tokens)
 
 
-_NOT_CAUSAL = {
-    "use_bidirectional_attention": "its attention is not causal",
-    "alibi": "ALiBi position biases",
-}
 _WHY_NOT: dict[LayerKind, str] = {
     "chunked": "attend within chunks",
     "latent": "cache a compressed latent (MLA), not keys and values per head",
@@ -221,6 +205,8 @@ def _one_shape(spec: KVCacheSpec) -> LayerCache:
         raise _not_served(spec.model_type, "its layers differ in their numbers of heads or head sizes")
     if sum(len(group.layers) for group in spec.groups) != len({n for g in spec.groups for n in g.layers}):
         raise _not_served(spec.model_type, "some of its layers run several times for each token")
+    if spec.position_biases:
+        raise _not_served(spec.model_type, "its attention adds ALiBi position biases")
     if spec.dtype.quantised:
         raise _not_served(spec.model_type, f"its cache would be quantised ({spec.kv_dtype})")
     if spec.tensor_parallel != 1:

@@ -70,6 +70,8 @@ def read_layers(config: Mapping[str, Any]) -> list[tuple[int, tuple[LayerCache, 
         fields.refuse("is_encoder_decoder", "an encoder-decoder keeps its encoder's keys and values too")
     if fields.get("is_decoder") is False and fields.model_type not in _ALWAYS_DECODERS:
         fields.refuse("is_decoder", "it is an encoder, which keeps no cache")
+    if fields.get("use_bidirectional_attention") in (True, "all"):  # "vision" is causal in text
+        fields.refuse("use_bidirectional_attention", "its attention is not causal, and keeps no cache")
     if fields.model_type in _NOT_A_DECODER:
         fields.refuse(*_NOT_A_DECODER[fields.model_type])
     sharing = fields.get("kv_sharing_modes")
@@ -86,6 +88,15 @@ def read_layers(config: Mapping[str, Any]) -> list[tuple[int, tuple[LayerCache, 
             (layer, (LayerCache("shared"),) if shared else _read_layer(fields, layer, kinds[layer]))
         )
     return layers
+
+
+def has_position_biases(config: Mapping[str, Any]) -> bool:
+    """Whether attention adds a bias that grows with the distance (ALiBi): always in Bloom; Falcon and MPT
+    say."""
+    fields = ConfigFields(config)
+    nested = fields.get("attn_config")
+    in_nested = isinstance(nested, Mapping) and bool(nested.get("alibi"))
+    return fields.model_type == "bloom" or bool(fields.get("alibi")) or in_nested
 
 
 def _order(fields: ConfigFields, count: int) -> list[int]:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from model_runner.core.config_layers import read_layers
+from model_runner.core.config_layers import has_position_biases, read_layers
 from model_runner.core.kv_dtypes import KV_DTYPES, KVDtype
 from model_runner.core.layer_cache import LayerCache, LayerKind, heads_per_rank
 from model_runner.errors import ModelNotPriced
@@ -102,6 +102,7 @@ class KVCacheSpec:
     groups: tuple[LayerGroup, ...]
     kv_dtype: str
     tensor_parallel: int
+    position_biases: bool = False  # ALiBi: costs nothing in the cache, and is not every engine's attention
 
     @classmethod
     def from_config(
@@ -137,7 +138,7 @@ class KVCacheSpec:
             LayerGroup(cache, tuple(layers), kv_dtype, model_dtype, tensor_parallel)
             for cache, layers in layers_of.items()
         )
-        return cls(model_type, groups, kv_dtype, tensor_parallel)
+        return cls(model_type, groups, kv_dtype, tensor_parallel, has_position_biases(config))
 
     @property
     def dtype(self) -> KVDtype:

@@ -14,6 +14,7 @@ from pathlib import Path
 from model_runner import engine_process
 from model_runner.config import EngineConfig
 from model_runner.core.block_layout import BlockLayout
+from model_runner.core.kv_spec import KVCacheSpec
 from model_runner.core.output import RunnerOutput, SchedulerOutput
 from model_runner.engine import EngineCore
 from model_runner.engine_process import BuiltEngine, OnPlanned, OnProgress
@@ -60,7 +61,7 @@ def build(config: EngineConfig, on_progress: OnProgress, on_planned: OnPlanned) 
         time.sleep(3600)
     if _is_there(knobs.get("fails_at_start_if")):
         raise StartupError("no such model")
-    layout = BlockLayout.from_config(
+    spec = KVCacheSpec.from_config(
         {
             "num_hidden_layers": 2,
             "num_attention_heads": 2,
@@ -69,9 +70,9 @@ def build(config: EngineConfig, on_progress: OnProgress, on_planned: OnPlanned) 
             "head_dim": 8,
             "layer_types": ["full_attention"] * 2,
         },
-        block_size=config.block_size,
-        element_bytes=4,
+        kv_dtype="float32",
     )
+    layout = BlockLayout.from_spec(spec, block_size=config.block_size)
     assert config.kv_cache_memory_bytes is not None
     model = ModelInfo(
         architecture="Counting",

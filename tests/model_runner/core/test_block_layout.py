@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model_runner.core.block_layout import BlockGroup, BlockLayout
+from model_runner.core.kv_spec import KVCacheSpec
 from model_runner.errors import ModelNotServable
 from tests.model_runner.core.fake_runner import layout_with
 
@@ -21,8 +22,8 @@ LLAMA = {
 }
 
 
-def spec_of(config: dict[str, Any], block_size: int = 16, element_bytes: int = 2) -> BlockLayout:
-    return BlockLayout.from_config(config, block_size=block_size, element_bytes=element_bytes)
+def spec_of(config: dict[str, Any], block_size: int = 16, kv_dtype: str = "bfloat16") -> BlockLayout:
+    return BlockLayout.from_spec(KVCacheSpec.from_config(config, kv_dtype=kv_dtype), block_size=block_size)
 
 
 def layer_windows(layout: BlockLayout) -> list[int | None]:
@@ -276,7 +277,9 @@ def test_missing_kv_heads_and_head_dim_are_derived() -> None:
         ({"layers_block_type": ["hybrid"]}, "layer_types: it lists 1"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
-        ({"alibi": True}, "alibi"),
+        ({"alibi": True}, "ALiBi"),
+        ({"attn_config": {"alibi": True}}, "ALiBi"),
+        ({"model_type": "bloom"}, "ALiBi"),
         ({"v_head_dim": 32}, "keys of 64 and values of 32"),
         ({"num_hidden_layers": None}, "num_hidden_layers: it is None"),
         ({"num_key_value_heads": 2}, "9 query heads are not a multiple of 2"),

@@ -7,6 +7,7 @@ import pytest
 from model_runner.core.admission import AdmissionController
 from model_runner.core.block_layout import BlockLayout
 from model_runner.core.dispatcher import Dispatcher, LiveRequest, Submission
+from model_runner.core.kv_spec import KVCacheSpec
 from model_runner.core.pace import Pace
 from model_runner.errors import (
     KVCacheBudgetExceeded,
@@ -19,7 +20,8 @@ from model_runner.messages import Abort, StepDone, Submit, ToEngine
 from model_runner.types import ChoiceOutput, Ending, FinishReason, SamplingParams, StepStats
 
 CONFIG = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 128, "head_dim": 64}
-SPEC = BlockLayout.from_config(CONFIG, block_size=16, element_bytes=4)  # blocks of 32 KiB
+# Blocks of 32 KiB.
+SPEC = BlockLayout.from_spec(KVCacheSpec.from_config(CONFIG, kv_dtype="float32"), block_size=16)
 
 
 class Recorder:

@@ -7,6 +7,7 @@ from collections import Counter
 
 from model_runner.core.block_layout import BlockLayout
 from model_runner.core.dispatcher import LiveRequest, Submission
+from model_runner.core.kv_spec import KVCacheSpec
 from model_runner.core.output import RunnerOutput, SchedulerOutput
 from model_runner.errors import EngineDied, PlimsollError, QueueTimeout
 from model_runner.types import ChoiceOutput, Ending, FinishReason, StepStats
@@ -26,7 +27,7 @@ def make_layout(window: int | None) -> BlockLayout:
         "layer_types": kinds,
         "sliding_window": window,
     }
-    return BlockLayout.from_config(config, block_size=4, element_bytes=2)
+    return BlockLayout.from_spec(KVCacheSpec.from_config(config), block_size=4)
 
 
 class CountingRunner:

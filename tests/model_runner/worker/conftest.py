@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from model_runner.core.block_layout import BlockLayout
+from model_runner.core.kv_spec import KVCacheSpec
 from model_runner.core.output import SampleRow
 from model_runner.engine import EngineCore
 from model_runner.messages import Submit
@@ -195,7 +196,8 @@ def serve() -> Serve:
         model = copy.deepcopy(model)
         dtype: torch.dtype = model.dtype
         config = model.config.to_dict()
-        layout = BlockLayout.from_config(config, block_size=BLOCK_SIZE, element_bytes=dtype.itemsize)
+        spec = KVCacheSpec.from_config(config, kv_dtype=str(dtype).removeprefix("torch."))
+        layout = BlockLayout.from_spec(spec, block_size=BLOCK_SIZE)
         headroom = layout.headroom_blocks(max_num_batched_tokens)
         kv_cache = allocate_kv_cache(layout, blocks + headroom, dtype, torch.device("cpu"))
         kv_cache.fill_(1e4)  # whatever is read before it is written shows

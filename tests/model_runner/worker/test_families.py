@@ -9,7 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from model_runner.core.kv_spec import KVCacheSpec
+from model_runner.worker.model_config import resolved
+
 MAX_TOKENS = 36
+UNWRITTEN = 1e4  # what the cache is filled with before the engine runs (conftest)
 # Shorter than a block, across blocks, and past every window (10); block_size is 4 and a chunk 16 tokens.
 PROMPT_LENGTHS = (1, 6, 23, 37)
 
@@ -107,6 +111,32 @@ def test_the_comparison_notices_one_old_block_zeroed(family: str, reference: Any
         output = served.generate([prompt], MAX_TOKENS)[0]
         assert output[:10] == tokens[:10]
         assert worst_logit_error(model, served, prompt, output) > 1e-4
+
+
+def test_the_engines_tensors_are_the_price_to_the_byte(family: str, reference: Any, serve: Any) -> None:
+    model, prompts, expected = reference(family)
+    served = serve(model, max_num_batched_tokens=16)
+    spec = KVCacheSpec.from_config(resolved(model.config), kv_dtype="float32")
+    layout, cache = served.layout, served.kv_cache
+    assert cache[0].nbytes == layout.block_bytes
+    assert cache.nbytes == len(cache) * layout.block_bytes
+    assert len(layout.groups) * cache[0, ..., 0, :].nbytes == layout.bytes_per_token == spec.bytes_per_token
+    prompt, tokens = prompts[2], expected[2]
+    lifetime = len(prompt) + MAX_TOKENS - 1
+    held: list[int] = []
+    execute = served.runner.execute
+
+    def watched(scheduled: Any) -> Any:
+        if scheduled.sequences[0].start >= len(prompt):  # while it decodes: prefill may borrow
+            held.append(served.core.scheduler.pool.used * cache[0].nbytes)
+        return execute(scheduled)
+
+    served.runner.execute = watched
+    assert served.generate([prompt], MAX_TOKENS) == [tokens]
+    assert max(held) == layout.request_bytes(len(prompt), MAX_TOKENS)
+    assert max(held) >= spec.sequence_bytes(lifetime)
+    if all(group.reach is None for group in spec.groups):  # no block was used twice: what was written shows
+        assert (cache != UNWRITTEN).sum().item() * cache.itemsize == spec.sequence_bytes(lifetime)
 
 
 @pytest.mark.parametrize("error", [-1, 1])

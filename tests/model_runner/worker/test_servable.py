@@ -11,12 +11,15 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from model_runner.core.block_layout import BlockGroup, BlockLayout
+from model_runner.core.kv_spec import KVCacheSpec
 from model_runner.errors import ModelNotServable
 from model_runner.worker.servable import attention_modules
 
 
 def spec_of(model: Any) -> BlockLayout:
-    return BlockLayout.from_config(model.config.to_dict(), block_size=4, element_bytes=4)
+    return BlockLayout.from_spec(
+        KVCacheSpec.from_config(model.config.to_dict(), kv_dtype="float32"), block_size=4
+    )
 
 
 def plain_spec(layers: int = 2, kv_heads: int = 4, head_dim: int = 16) -> BlockLayout:
