@@ -10,9 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 
 from model_runner.errors import ModelNotPriced
+
+# What transformers' configuration classes raise for fields that they can't take.
+UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, StrictDataclassError)
 
 # What a cache's price may follow from. Some are computed by a configuration class, and not among its fields.
 _COMPUTED = (
@@ -52,7 +56,12 @@ def resolve(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ModelNotPriced("The configuration has no model_type.")
     try:
         return resolved(AutoConfig.for_model(model_type, **fields))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except UNREADABLE as error:
         raise ModelNotPriced(
-            f"transformers can't read this configuration of model type {model_type!r}: {error}"
+            f"transformers can't read this configuration of model type {model_type!r}: {reason_of(error)}"
         ) from error
+
+
+def reason_of(error: Exception) -> str:
+    """transformers' own words, on one line, without the list of every model type that it knows."""
+    return " ".join(str(error).split(" Should contain one of")[0].split())

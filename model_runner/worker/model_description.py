@@ -26,7 +26,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from model_runner import model_files
 from model_runner.errors import ModelNotServable, StartupError
 from model_runner.worker.loader import read_source, skeleton
-from model_runner.worker.model_config import resolved
+from model_runner.worker.model_config import UNREADABLE, reason_of, resolved
 
 # A parameter that belongs to one of a layer's routed experts, or holds all of them stacked.
 _EXPERT = re.compile(r"(^|\.)(experts|switch_mlp)\.|_exps\.")
@@ -96,9 +96,9 @@ def _read_config(path: Path) -> tuple[PreTrainedConfig, str | None]:
         config: PreTrainedConfig = AutoConfig.for_model(model_type, **fields)
     except OSError as error:
         raise StartupError(f"{path} can't be read: {error.strerror}.") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except UNREADABLE as error:
         raise ModelNotServable(
-            f"{path} is no model configuration that transformers can read: {error}"
+            f"{path} is no model configuration that transformers can read: {reason_of(error)}"
         ) from error
     return config, str(quantisation.get("quant_method", "unknown")) if quantisation else None
 

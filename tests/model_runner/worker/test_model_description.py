@@ -14,7 +14,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-from model_runner.errors import ModelNotServable, StartupError
+from model_runner.errors import ModelNotPriced, ModelNotServable, StartupError
+from model_runner.worker.model_config import resolve
 from model_runner.worker.model_description import describe
 
 CONFIG = {
@@ -120,7 +121,9 @@ def test_packed_elements_are_not_taken_for_parameters(tmp_path: Path) -> None:
         ("model.safetensors.index.json", "{}", "not an index"),
         ("model.safetensors.index.json", "[]", "not an index"),
         ("config.json", "[]", "no model configuration"),
-        ("config.json", '{"model_type": "no_such_type"}', "no model configuration"),
+        ("config.json", '{"model_type": "no_such_type"}', "no model configuration.*: Unrecognized[^,]*$"),
+        ("config.json", '{"model_type": "llama", "num_attention_heads": 0}', "no model configuration"),
+        ("config.json", '{"model_type": "llama", "num_hidden_layers": "32"}', "num_hidden_layers"),
     ],
 )
 def test_what_cannot_be_read_is_named(tmp_path: Path, file: str, content: str, expected: str) -> None:
@@ -135,6 +138,12 @@ def test_what_is_not_there(tmp_path: Path) -> None:
             describe(str(model), "unused")
     with pytest.raises(StartupError, match="can't be read"):
         describe(str(tmp_path), "unused")  # a folder without config.json
+
+
+@pytest.mark.parametrize("heads", [0, "8", 8.5, [8], {}])
+def test_fields_that_are_no_numbers_are_no_tracebacks(heads: Any) -> None:
+    with pytest.raises(ModelNotPriced):
+        resolve({**CONFIG, "num_attention_heads": heads})
 
 
 # -- the hub, played by a server of our own ------------------------------------------------------------------
