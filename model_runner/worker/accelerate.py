@@ -15,8 +15,9 @@ from model_runner.worker import fused, machine
 from model_runner.worker.attention import PagedAttention, torch_paged_attention
 from model_runner.worker.fused_layer import fuse_layers
 from model_runner.worker.huge_pages import move_together
-from model_runner.worker.linear import NativeLinear, pack_linears
+from model_runner.worker.linear import ModuleKernels, NativeLinear, has_onednn, pack_linears
 from model_runner.worker.native import Kernels, load_kernels
+from model_runner.worker.torch_kernels import TorchKernels
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +53,12 @@ def accelerate(
         return Execution(f"eager on {parameter.device.type}, torch attention", torch_paged_attention)
     kernels = load_kernels(cache_dir) if mode != "off" else None
     if kernels is None or parameter.dtype not in kernels.dtypes:
+        # In float32 there is nothing to be packed, and transformers' own modules stay.
+        in_torch = TorchKernels(has_linear=parameter.dtype == torch.bfloat16 and has_onednn())
+        fused_modules = _fuse(model, attention_modules, in_torch) if in_torch.has_linear else 0
         packed = pack_linears(model, None)
-        return Execution(f"eager, torch attention{_weights(packed, 'oneDNN')}", torch_paged_attention)
+        description = f"eager, torch attention, {fused_modules} fused modules"
+        return Execution(description + _weights(packed, "oneDNN"), torch_paged_attention)
     if machine.has_amx():
         _use_tiles(model, kernels)
     fused_modules = _fuse(model, attention_modules, kernels)
@@ -78,7 +83,7 @@ def _use_tiles(model: nn.Module, kernels: Kernels) -> None:
         kernels.has_linear = False
 
 
-def _fuse(model: nn.Module, attention_modules: Sequence[nn.Module], kernels: Kernels) -> int:
+def _fuse(model: nn.Module, attention_modules: Sequence[nn.Module], kernels: ModuleKernels) -> int:
     counts = (
         fused.fuse_attentions(list(attention_modules), kernels),
         fused.fuse_mlps(model, kernels),

@@ -1,4 +1,5 @@
-"""Native counterparts of the modules that decoder layers are made of.
+"""Faster counterparts of the modules that decoder layers are made of, for the native kernels or for torch's
+own.
 
 A counterpart takes a module's place only after both were run on the same random numbers and agreed. So a
 model is recognised by what its modules compute, not by its name, and what is not recognised stays
@@ -16,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from model_runner.worker.attention import LAYER_ATTRIBUTE, PagedLayer
-from model_runner.worker.linear import NativeLinear, interleave_gated, walk
-from model_runner.worker.native import Kernels
+from model_runner.worker.linear import ModuleKernels, fits, packed, packed_gated, walk
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class NativeRMSNorm(nn.Module):
 
     weight: Tensor
 
-    def __init__(self, kernels: Kernels, weight: Tensor, eps: float, *, round_first: bool) -> None:
+    def __init__(self, kernels: ModuleKernels, weight: Tensor, eps: float, *, round_first: bool) -> None:
         super().__init__()
         self._kernels = kernels
         self.eps = eps
@@ -47,21 +47,19 @@ class NativeRMSNorm(nn.Module):
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) · up(x)), gate and up in one product."""
 
-    def __init__(self, kernels: Kernels, mlp: nn.Module) -> None:
+    def __init__(self, kernels: ModuleKernels, mlp: nn.Module) -> None:
         super().__init__()
         gate, up, down = _linears(mlp, *_FEED_FORWARD)
-        bias = None if gate.bias is None else interleave_gated(gate.bias.detach(), up.bias.detach())
-        weight = interleave_gated(gate.weight.detach(), up.weight.detach())
-        self.gate_up = NativeLinear(kernels, weight, bias, gated=True)
-        self.down = NativeLinear(kernels, down.weight.detach(), down.bias)
+        self.gate_up = packed_gated(kernels, gate, up)
+        self.down = packed(kernels, down.weight.detach(), down.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         down: Tensor = self.down(self.gate_up(x))
         return down
 
     @staticmethod
-    def fits(kernels: Kernels, mlp: nn.Module) -> bool:
-        if not all(NativeLinear.fits(kernels, getattr(mlp, name, None)) for name in _FEED_FORWARD):
+    def fits(kernels: ModuleKernels, mlp: nn.Module) -> bool:
+        if not all(fits(kernels, getattr(mlp, name, None)) for name in _FEED_FORWARD):
             return False
         gate, up, _ = _linears(mlp, *_FEED_FORWARD)
         return gate.out_features % 16 == 0 and (gate.bias is None) == (up.bias is None)
@@ -73,7 +71,7 @@ class FusedAttention:
     Set as the module's own `forward`, because the module is what its part of the cache is bound to.
     """
 
-    def __init__(self, kernels: Kernels, module: nn.Module, *, rotary: bool) -> None:
+    def __init__(self, kernels: ModuleKernels, module: nn.Module, *, rotary: bool) -> None:
         self._kernels = kernels
         self._module = module
         self.head_dim: int = module.head_dim  # type: ignore[assignment]
@@ -84,8 +82,8 @@ class FusedAttention:
         self.kv_heads = key.out_features // self.head_dim
         projections = (query, key, value)
         bias = None if query.bias is None else torch.cat([p.bias.detach() for p in projections])
-        self.qkv = NativeLinear(kernels, torch.cat([p.weight.detach() for p in projections]), bias)
-        self.output = NativeLinear(kernels, output.weight.detach(), output.bias)
+        self.qkv = packed(kernels, torch.cat([p.weight.detach() for p in projections]), bias)
+        self.output = packed(kernels, output.weight.detach(), output.bias)
 
     def __call__(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None, **_: Any
@@ -110,8 +108,8 @@ class FusedAttention:
         self._module.forward = self
 
     @staticmethod
-    def fits(kernels: Kernels, module: nn.Module) -> bool:
-        if not all(NativeLinear.fits(kernels, getattr(module, name, None)) for name in _PROJECTIONS):
+    def fits(kernels: ModuleKernels, module: nn.Module) -> bool:
+        if not all(fits(kernels, getattr(module, name, None)) for name in _PROJECTIONS):
             return False
         query, key, value, _ = _linears(module, *_PROJECTIONS)
         biases = {p.bias is None for p in (query, key, value)}
@@ -125,7 +123,7 @@ class FusedAttention:
         )
 
 
-def fuse_norms(model: nn.Module, kernels: Kernels) -> int:
+def fuse_norms(model: nn.Module, kernels: ModuleKernels) -> int:
     """Swap the RMS norms, Llama's kind and Gemma's, in place. Returns how many were."""
     fused = 0
     for parent, name, child in walk(model):
@@ -135,7 +133,7 @@ def fuse_norms(model: nn.Module, kernels: Kernels) -> int:
     return fused
 
 
-def _native_norm(kernels: Kernels, norm: nn.Module) -> NativeRMSNorm | None:
+def _native_norm(kernels: ModuleKernels, norm: nn.Module) -> NativeRMSNorm | None:
     weight = getattr(norm, "weight", None)
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(eps, float):
@@ -152,7 +150,7 @@ def _native_norm(kernels: Kernels, norm: nn.Module) -> NativeRMSNorm | None:
     return best if agree(best(x), expected) else None
 
 
-def fuse_mlps(model: nn.Module, kernels: Kernels) -> int:
+def fuse_mlps(model: nn.Module, kernels: ModuleKernels) -> int:
     """Swap the silu-gated feed-forward modules, in place. Returns how many were."""
     fused = 0
     for parent, name, child in walk(model):
@@ -167,7 +165,7 @@ def fuse_mlps(model: nn.Module, kernels: Kernels) -> int:
     return fused
 
 
-def fuse_attentions(modules: list[nn.Module], kernels: Kernels) -> int:
+def fuse_attentions(modules: list[nn.Module], kernels: ModuleKernels) -> int:
     """Give the attention modules of Llama's kind the fused forward. Returns how many were."""
     fused = 0
     for module in modules:
@@ -181,7 +179,7 @@ def fuse_attentions(modules: list[nn.Module], kernels: Kernels) -> int:
     return fused
 
 
-def _fitting_attention(kernels: Kernels, module: nn.Module) -> FusedAttention | None:
+def _fitting_attention(kernels: ModuleKernels, module: nn.Module) -> FusedAttention | None:
     weight = _linears(module, *_PROJECTIONS)[0].weight
     head_dim: int = module.head_dim  # type: ignore[assignment]
     x = check_tokens(weight.shape[1], like=weight)[None]

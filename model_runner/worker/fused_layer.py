@@ -25,7 +25,7 @@ from model_runner.worker.fused import (
     check_tokens,
     random_tensor,
 )
-from model_runner.worker.linear import WIDE_ROWS
+from model_runner.worker.linear import WIDE_ROWS, NativeLinear
 from model_runner.worker.native import Kernels, LayerArguments, set_cache
 
 _CHECK_BLOCK_SIZE = 16
@@ -47,8 +47,14 @@ class FusedLayer:
         arguments.input_eps, arguments.post_eps = (norm.eps for norm in norms)
         arguments.input_round_first, arguments.post_round_first = (norm.round_first for norm in norms)
         arguments.hidden = norms[0].weight.shape[0]
-        arguments.qkv, arguments.out = attention.qkv.arguments(), attention.output.arguments()
-        arguments.gate_up, arguments.down = layer.mlp.gate_up.arguments(), layer.mlp.down.arguments()
+        for name, linear in (
+            ("qkv", attention.qkv),
+            ("out", attention.output),
+            ("gate_up", layer.mlp.gate_up),
+            ("down", layer.mlp.down),
+        ):
+            assert isinstance(linear, NativeLinear)
+            setattr(arguments, name, linear.arguments())
         arguments.attention.query_heads = attention.query_heads
         arguments.attention.scale = attention.scale
         self._arguments = arguments
@@ -86,6 +92,7 @@ class FusedLayer:
         return (
             isinstance(vars(attention).get("forward") if attention is not None else None, FusedAttention)
             and isinstance(mlp, GatedMLP)
+            and isinstance(mlp.gate_up, NativeLinear)
             and all(isinstance(norm, NativeRMSNorm) for norm in norms)
         )
 

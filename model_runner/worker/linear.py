@@ -10,11 +10,15 @@ few rows, which memory bounds, and oneDNN's for many, which the multipliers boun
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from model_runner.worker.native import PANEL_OUTPUTS, Kernels, LinearArguments, pack_panels
+from model_runner.worker.torch_kernels import TorchKernels
+
+ModuleKernels: TypeAlias = Kernels | TorchKernels
 
 # oneDNN lays the weights out for a number of rows; this one is good from one row to hundreds.
 _ONEDNN_ROWS = 32
@@ -72,26 +76,57 @@ class NativeLinear(nn.Module):
 
 
 class OneDNNLinear(nn.Module):
-    """x · Wᵀ + b with the weights in oneDNN's own layout."""
+    """x · Wᵀ + b with the weights in oneDNN's own layout; `gated`: silu(x · Gᵀ) · (x · Uᵀ), W being G over
+    U."""
 
     bias: Tensor | None
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> None:
+        """weight [N, K] bfloat16, bias [N]."""
         super().__init__()
-        self._weight = _pack_onednn(linear.weight.detach())
-        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
+        self._weight = _pack_onednn(weight)
+        self._gated = gated
+        self.register_buffer("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _onednn_product(x, self._weight, self.bias)
+        product = _onednn_product(x, self._weight, self.bias)
+        if not self._gated:
+            return product
+        gate, up = product.chunk(2, dim=-1)
+        return nn.functional.silu(gate) * up
 
     @staticmethod
     def fits(linear: object) -> bool:
-        return (
-            type(linear) is nn.Linear
-            and linear.weight.dtype == torch.bfloat16
-            and torch._C._has_mkldnn
-            and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-        )
+        return type(linear) is nn.Linear and linear.weight.dtype == torch.bfloat16 and has_onednn()
+
+
+def has_onednn() -> bool:
+    """Whether oneDNN multiplies bfloat16 on this CPU."""
+    return bool(torch._C._has_mkldnn) and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def fits(kernels: ModuleKernels, linear: object) -> bool:
+    """Whether `packed` and `packed_gated` take this layer."""
+    if isinstance(kernels, Kernels):
+        return NativeLinear.fits(kernels, linear)
+    return kernels.has_linear and OneDNNLinear.fits(linear)
+
+
+def packed(kernels: ModuleKernels, weight: Tensor, bias: Tensor | None) -> nn.Module:
+    """weight [N, K], bias [N]: in the layout that these kernels read."""
+    if isinstance(kernels, Kernels):
+        return NativeLinear(kernels, weight, bias)
+    return OneDNNLinear(weight, bias)
+
+
+def packed_gated(kernels: ModuleKernels, gate: nn.Linear, up: nn.Linear) -> nn.Module:
+    """silu(gate(x)) · up(x) as one product."""
+    weights = gate.weight.detach(), up.weight.detach()
+    biases = None if gate.bias is None else (gate.bias.detach(), up.bias.detach())
+    if isinstance(kernels, Kernels):
+        bias = None if biases is None else interleave_gated(*biases)
+        return NativeLinear(kernels, interleave_gated(*weights), bias, gated=True)
+    return OneDNNLinear(torch.cat(weights), None if biases is None else torch.cat(biases), gated=True)
 
 
 def _pack_onednn(weight: Tensor) -> Tensor:
@@ -123,7 +158,8 @@ def pack_linears(model: nn.Module, kernels: Kernels | None) -> int:
         if kernels is not None and NativeLinear.fits(kernels, child):
             setattr(parent, name, NativeLinear(kernels, child.weight.detach(), child.bias))
         elif OneDNNLinear.fits(child):
-            setattr(parent, name, OneDNNLinear(child))
+            bias = None if child.bias is None else child.bias.detach()
+            setattr(parent, name, OneDNNLinear(child.weight.detach(), bias))
         else:
             continue
         packed += 1

@@ -19,7 +19,7 @@ from model_runner.worker.accelerate import accelerate
 from model_runner.worker.attention import PagedAttention, torch_paged_attention
 from model_runner.worker.fused import FusedAttention, GatedMLP, NativeRMSNorm
 from model_runner.worker.fused_layer import FusedLayer
-from model_runner.worker.linear import WIDE_ROWS, NativeLinear, OneDNNLinear
+from model_runner.worker.linear import WIDE_ROWS, NativeLinear, OneDNNLinear, has_onednn
 from model_runner.worker.native import load_kernels
 
 LENGTHS = (1, 6, 23, 37)
@@ -225,8 +225,14 @@ def test_a_large_model_on_amx_keeps_its_weights_once(
     assert OneDNNLinear in kinds
 
 
+@pytest.mark.parametrize("family", ["qwen2", "llama", "smollm3", "granite", "olmo2", "qwen3", "gemma3_text"])
 def test_without_a_compiler_onednn_packs_the_weights(
-    families: Any, serve: Any, cache_dir: Path, monkeypatch: pytest.MonkeyPatch, prompts: list[list[int]]
+    family: str,
+    families: Any,
+    serve: Any,
+    cache_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    prompts: list[list[int]],
 ) -> None:
     monkeypatch.setattr(accelerate_module, "load_kernels", lambda _: None)
     kinds: list[type[nn.Module]] = []
@@ -237,15 +243,24 @@ def test_without_a_compiler_onednn_packs_the_weights(
         kinds.extend({type(m) for m in model.modules()} & {nn.Linear, OneDNNLinear, NativeLinear})
         return execution.attention
 
-    model = families.make("qwen2").bfloat16()
+    model = families.make(family)
+    exact = serve(model)
+    exact.generate(prompts, 1)
+    model = model.bfloat16()
     plain = serve(model)
     plain.generate(prompts, 1)
     fast = serve(model, prepare=prepare)
     fast.generate(prompts, 1)
-    assert kinds == ([OneDNNLinear] if torch.ops.mkldnn._is_mkldnn_bf16_supported() else [nn.Linear])
-    for prompt in prompts:
-        exact, packed = plain.sampler.logits[tuple(prompt)], fast.sampler.logits[tuple(prompt)]
-        assert (packed - exact).norm() < 0.03 * exact.norm()
+    assert kinds == ([OneDNNLinear] if has_onednn() else [nn.Linear])
+
+    def error(served: Any) -> float:
+        keys = [tuple(prompt) for prompt in prompts]
+        wrong = [served.sampler.logits[key] - exact.sampler.logits[key] for key in keys]
+        return statistics.fmean(
+            float(w.norm() / exact.sampler.logits[key].norm()) for w, key in zip(wrong, keys, strict=True)
+        )
+
+    assert error(fast) < 1.5 * error(plain)
 
 
 def test_off_compiles_nothing(families: Any, tmp_path: Path) -> None:
@@ -316,7 +331,7 @@ def test_plain_weights_are_let_go_one_by_one(families: Any, monkeypatch: pytest.
     alive: list[int] = []
 
     class Packed(nn.Module):
-        def __init__(self, linear: nn.Linear) -> None:
+        def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
             super().__init__()
             alive.append(sum(reference() is not None for reference in plain))
 
