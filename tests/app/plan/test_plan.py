@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import struct
 from collections.abc import Callable
@@ -50,6 +51,25 @@ def config_file(tmp_path: Path) -> Callable[[dict[str, Any]], str]:
         return str(path)
 
     return write
+
+
+DESCRIBED: dict[str, dict[str, Any]] = {}
+
+
+@pytest.fixture(autouse=True)
+def described_once(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """The same model is not described twice: each time is a process that imports transformers."""
+    describe = command.describe
+
+    def once(model: str, cache_dir: str) -> dict[str, Any]:
+        path = Path(model)
+        key = path.read_text() if path.suffix == ".json" and path.exists() else model
+        if key not in DESCRIBED:
+            DESCRIBED[key] = describe(model, cache_dir)
+        return copy.deepcopy({**DESCRIBED[key], "name": model or DESCRIBED[key]["name"]})
+
+    if "fails" not in request.node.name:
+        monkeypatch.setattr(command, "describe", once)
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
