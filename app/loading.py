@@ -11,10 +11,10 @@ from tqdm import tqdm
 
 from app import logs
 from app.settings import Settings
-from app.sizes import format_size
 from app.version import plimsoll_version
 from model_runner.core.block_layout import BlockLayout
 from model_runner.messages import Loading, ModelInfo
+from model_runner.sizes import format_size
 
 _SHORT_REQUEST = 1024  # tokens
 

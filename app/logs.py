@@ -6,9 +6,12 @@ import logging
 from typing import Any, TextIO
 
 from model_runner import log_format as lines
+from model_runner.errors import ClientError, KVCacheBudgetExceeded, LoadError, PlimsollError
 from model_runner.types import Ending
 
 logger = logging.getLogger("plimsoll")
+
+_LONGEST_MESSAGE = 300  # it may quote what the client sent
 
 
 def configure(level: str, log_format: str, stream: TextIO | None = None) -> None:
@@ -28,6 +31,21 @@ def event(message: str, *, level: int = logging.INFO, **fields: Any) -> None:
     if logger.isEnabledFor(level):
         kept = {name: value for name, value in fields.items() if value is not None}
         logger.log(level, "%s", message, extra={"fields": kept})
+
+
+def refusal(request_id: str, error: PlimsollError) -> None:
+    """The one line of a request that was turned away before it was taken."""
+    priced = error if isinstance(error, KVCacheBudgetExceeded) else None
+    event(
+        "request refused",
+        request_id=request_id,
+        code=error.reason.value,
+        param=error.param if isinstance(error, ClientError) else None,
+        required_bytes=None if priced is None else priced.required_bytes,
+        budget_bytes=None if priced is None else priced.budget_bytes,
+        retry_after_seconds=round(error.retry_after_seconds, 3) if isinstance(error, LoadError) else None,
+        told=error.message[:_LONGEST_MESSAGE],
+    )
 
 
 def ending(end: Ending) -> None:

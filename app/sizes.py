@@ -1,4 +1,7 @@
-"""Sizes and durations as people write them: `512MiB`, `1.5GB`, plain bytes; `90s`, `5m`, plain seconds."""
+"""Sizes and durations as people write them: `512MiB`, `1.5GB`, plain bytes; `90s`, `5m`, plain seconds.
+
+How sizes are shown to people is model_runner.sizes.
+"""
 
 from __future__ import annotations
 
@@ -51,12 +54,3 @@ def _which(number: str, unit: str) -> str:
         letter = unit[0].upper()
         return f" ({number}{letter}iB or {number}{letter}B?)"
     return ""
-
-
-def format_size(size: int) -> str:
-    """In the largest binary unit that leaves at least 1, with at most two decimals: `64 MiB`, `1.5 GiB`."""
-    if abs(size) < 2**10:
-        return f"{size} B"
-    exponent = min((abs(size).bit_length() - 1) // 10, 4)
-    number = f"{size / 2 ** (10 * exponent):.2f}".rstrip("0").rstrip(".")
-    return f"{number} {('KiB', 'MiB', 'GiB', 'TiB')[exponent - 1]}"

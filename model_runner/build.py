@@ -17,12 +17,13 @@ from model_runner.engine import EngineCore
 from model_runner.engine_process import BuiltEngine
 from model_runner.errors import DoesNotFit
 from model_runner.messages import ModelInfo
+from model_runner.sizes import format_size as size
 from model_runner.worker import machine, memory, warmup
 from model_runner.worker.accelerate import accelerate
 from model_runner.worker.attention import PagedAttention
 from model_runner.worker.kv_cache import allocate_kv_cache
 from model_runner.worker.loader import Source, load_model, read_source, weights_bytes
-from model_runner.worker.memory import Plan, mib
+from model_runner.worker.memory import Plan
 from model_runner.worker.model_config import resolved
 from model_runner.worker.runner import ModelRunner
 from model_runner.worker.sampler import Sampler
@@ -131,8 +132,8 @@ def _plan_on_cpu(config: EngineConfig, chosen: _Choices) -> Plan:
         kv_bytes = min(share, memory.ample_kv_bytes(config, chosen.layout, longest))
     elif chosen.weights_bytes + kv_bytes > available:
         raise DoesNotFit(
-            f"The weights ({mib(chosen.weights_bytes)}) and --kv-cache-memory {mib(kv_bytes)} together are "
-            f"more than the {mib(available)} of memory available."
+            f"The weights ({size(chosen.weights_bytes)}) and --kv-cache-memory {size(kv_bytes)} together are "
+            f"more than the {size(available)} of memory available."
         )
     return memory.plan(config, chosen.layout, kv_bytes, context)
 
@@ -154,9 +155,9 @@ def _plan_on_cuda(config: EngineConfig, chosen: _Choices, loaded: _Loaded) -> Pl
         kv_bytes = int(total * config.gpu_memory_utilization) - peak - others
         if kv_bytes <= 0:
             raise DoesNotFit(
-                f"Nothing is left for the KV cache: of {mib(total)} on {device}, --gpu-memory-utilization "
-                f"{config.gpu_memory_utilization} allows {mib(int(total * config.gpu_memory_utilization))}; "
-                f"the weights and a forward pass take {mib(peak)}, other processes {mib(others)}."
+                f"Nothing is left for the KV cache: of {size(total)} on {device}, --gpu-memory-utilization "
+                f"{config.gpu_memory_utilization} allows {size(int(total * config.gpu_memory_utilization))}; "
+                f"the weights and a forward pass take {size(peak)}, other processes {size(others)}."
             )
     return memory.plan(config, chosen.layout, kv_bytes, chosen.source.context)
 

@@ -103,7 +103,10 @@ NOT_IN_CORE = {
 }  # fmt: skip
 
 # The shared words live on the ground floor; core may use these and itself, nothing else of the project.
-CORE_MAY_USE = ("model_runner.core", "model_runner.types", "model_runner.errors", "model_runner.messages")
+CORE_MAY_USE = (
+    *("model_runner.core", "model_runner.types", "model_runner.errors", "model_runner.messages"),
+    "model_runner.sizes",
+)
 
 
 def modules() -> Iterator[tuple[str, Path]]:

@@ -11,7 +11,7 @@ import msgspec
 
 from app.bench.client import Sample
 from app.bench.machine import Shares
-from app.sizes import format_size
+from model_runner.sizes import format_size
 
 
 class Percentiles(msgspec.Struct, frozen=True):

@@ -13,12 +13,12 @@ from app.options import UsageError
 from app.plan.options import PlanOptions, load_options
 from app.plan.report import Report, as_json, as_table
 from app.settings import Settings
-from app.sizes import format_size
 from model_runner.core.block_layout import BlockLayout
 from model_runner.core.capacity import Device, WeightsRead, fewest_devices, make_plan
 from model_runner.core.kv_dtypes import KV_DTYPES
 from model_runner.core.kv_spec import KVCacheSpec
 from model_runner.errors import DoesNotFit, ModelNotServable, StartupError
+from model_runner.sizes import format_size
 
 _DESCRIBE_SECONDS = 300.0
 _SHORTEST_CONTEXT = 1024

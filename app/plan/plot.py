@@ -11,8 +11,8 @@ from typing import Any
 
 from app.options import UsageError
 from app.plan.report import Report, as_table
-from app.sizes import format_size
 from model_runner.core.capacity import Plan
+from model_runner.sizes import format_size
 
 _INK, _SOFT, _GRID = "#1c2733", "#66727f", "#e3e7eb"
 _LINE, _FILL, _EVEN, _OURS = "#b3261e", "#dbe9f6", "#2f6f9f", "#7a4fa3"

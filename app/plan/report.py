@@ -10,8 +10,8 @@ from typing import Any
 
 from app.capacity import capacity_fields
 from app.plan.options import PlanOptions
-from app.sizes import format_size
 from model_runner.core.capacity import Plan
+from model_runner.sizes import format_size
 
 
 @dataclass(frozen=True, slots=True)

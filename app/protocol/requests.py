@@ -146,6 +146,9 @@ class ChatMessage(WireModel):
 
 
 class ChatCompletionRequest(GenerationRequest):
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="an object: further names that the model's chat template may read"
+    )
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)] = Field(
         description="a list of at least one message"
     )

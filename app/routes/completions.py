@@ -12,6 +12,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
+from app import logs
 from app.assembly import RequestAssembly
 from app.protocol.requests import ChatCompletionRequest, CompletionRequest
 from app.protocol.responses import ChatCompletionChunk, ChatCompletionResponse, CompletionResponse
@@ -79,7 +80,11 @@ async def answer(call: Call, request: Request, services: Services) -> Response:
         params=valid.params,
         streaming=valid.stream,
     )
-    stream = services.engine.submit(submission)
+    try:
+        stream = services.engine.submit(submission)
+    except (ClientError, LoadError) as error:
+        logs.refusal(request_id, error)
+        raise
     assembly = RequestAssembly(services.tokenizer, valid, stream)
     written = call.answer(call.id_prefix + unique, valid, services.tokenizer)
     if valid.stream:
@@ -95,6 +100,7 @@ async def prepare(call: Call, request: Request, services: Services) -> ValidRequ
         return await read_and_validate(call.validate, request, services)
     except (ClientError, LoadError) as error:
         services.metrics.decided("rejected", error.reason.value, 0)
+        logs.refusal(request.state.request_id, error)
         raise
 
 

@@ -42,13 +42,24 @@ def read_prompts(given: Any, limits: Limits, tokenizer: Tokenizer) -> tuple[list
     return prompts, texts
 
 
-def read_messages(messages: list[ChatMessage], limits: Limits, tokenizer: Tokenizer) -> list[int]:
-    """The conversation in token ids, as the model's own chat template writes it.
+# Names that are the conversation's own, or another parameter's.
+_RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
+
+
+def read_messages(
+    messages: list[ChatMessage], variables: dict[str, Any], limits: Limits, tokenizer: Tokenizer
+) -> list[int]:
+    """The conversation in token ids, as the model's own chat template writes it, which may read `variables`.
 
     Raises InvalidRequest, or ContextLengthExceeded for one that could not fit however it were tokenised.
     """
     plain = [_read_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
-    text = tokenizer.apply_chat_template(plain)
+    for name in variables:
+        if name in _RESERVED:
+            refuse(
+                f"chat_template_kwargs.{name}", f"`chat_template_kwargs` can't set `{name}`; leave it out."
+            )
+    text = tokenizer.apply_chat_template(plain, variables)
     _refuse_hopeless(text, "messages", limits, tokenizer)
     prompt = tokenizer.encode(text, add_special_tokens=False)
     if not prompt:

@@ -79,7 +79,7 @@ def validate_chat(body: bytes, limits: Limits, tokenizer: Tokenizer) -> ValidReq
     refuse_unsupported(request.model_extra, CHAT)
     if request.top_logprobs and not request.logprobs:
         refuse("top_logprobs", "`top_logprobs` is allowed only where `logprobs` is true.")
-    prompt = read_messages(request.messages, limits, tokenizer)
+    prompt = read_messages(request.messages, request.chat_template_kwargs or {}, limits, tokenizer)
     max_tokens = limits.resolve_max_tokens(
         _requested_max_tokens(request), len(prompt), default=limits.default_max_tokens, param="messages"
     )

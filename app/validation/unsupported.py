@@ -1,6 +1,6 @@
 """Parameters that other servers know and this one doesn't support: refused by name, never ignored, unless the
-value asks for nothing. Fields that are in no table are unknown, and accepted; `prompt_cache_key` and
-`safety_identifier` are such, for they change nothing in an answer.
+value asks for nothing. Fields that are in no table are unknown, and accepted; `metadata`, `prompt_cache_key`
+and `safety_identifier` are such, for they change nothing in an answer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ _BOTH: Neutral = {
     # OpenAI's
     "response_format": ({"type": "text"},),
     "store": (False,),
-    "metadata": ({},),
     "service_tier": ("auto", "default"),
     "prediction": (),
     "suffix": ("",),
@@ -68,7 +67,6 @@ _BOTH: Neutral = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "chat_template": ("",),
-    "chat_template_kwargs": ({},),
     "documents": ([],),
     "mm_processor_kwargs": ({},),
     # llama.cpp's and others'
@@ -87,7 +85,12 @@ _BOTH: Neutral = {
     "xtc_probability": (0,),
     "n_probs": (0,),
 }
-COMPLETION: Neutral = {**_BOTH, "top_logprobs": (0,), "add_special_tokens": (True,)}
+COMPLETION: Neutral = {
+    **_BOTH,
+    "chat_template_kwargs": ({},),
+    "top_logprobs": (0,),
+    "add_special_tokens": (True,),
+}
 CHAT: Neutral = {**_BOTH, "echo": (False,), "add_special_tokens": (False,)}
 STREAM_OPTIONS: Neutral = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
 MESSAGE: Neutral = {

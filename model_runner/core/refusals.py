@@ -15,17 +15,7 @@ from model_runner.errors import (
     Reason,
     WaitTooLong,
 )
-
-_MEBIBYTE = 1024 * 1024
-
-
-def size(num_bytes: int) -> str:
-    """As people read it: "12.5 MiB"."""
-    if num_bytes >= 1024 * _MEBIBYTE:
-        return f"{num_bytes / (1024 * _MEBIBYTE):.2f} GiB"
-    if num_bytes >= _MEBIBYTE:
-        return f"{num_bytes / _MEBIBYTE:.1f} MiB"
-    return f"{num_bytes / 1024:.1f} KiB"
+from model_runner.sizes import format_size as size
 
 
 def price_blocks(layout: BlockLayout, prompt_tokens: Sequence[int], max_tokens: int, n: int) -> int:

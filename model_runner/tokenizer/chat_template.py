@@ -70,10 +70,14 @@ class ChatTemplate:
             raise ModelNotServable(f"The model's chat template does not compile: {error}") from error
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
     ) -> str:
         """The conversation as text. Raises InvalidRequest when the template refuses it or fails on it."""
-        names = {"tools": None, "documents": None, **self._special_tokens, **variables}
+        names = {"tools": None, "documents": None, **(variables or {}), **self._special_tokens}
         names |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
             return self._template.render(names)

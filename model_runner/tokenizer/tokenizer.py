@@ -82,16 +82,20 @@ class Tokenizer:
         """A prompt of /v1/completions."""
         return self.encode(text, add_special_tokens=True)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """A conversation of /v1/chat/completions. The template writes its own marks, so none are added a
         second time.
 
         Raises InvalidRequest as `apply_chat_template` does.
         """
-        return self.encode(self.apply_chat_template(messages, **variables), add_special_tokens=False)
+        return self.encode(self.apply_chat_template(messages), add_special_tokens=False)
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
     ) -> str:
         """`messages` as the model's own template writes them. `variables` are further names the template may
         read.
@@ -104,7 +108,7 @@ class Tokenizer:
                 "instead.",
                 param="messages",
             )
-        return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+        return self._chat_template.render(messages, variables, add_generation_prompt=add_generation_prompt)
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence. Bytes that are no UTF-8 become U+FFFD."""

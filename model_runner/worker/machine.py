@@ -21,8 +21,7 @@ _NO_LIMIT = 1 << 60
 
 def has_amx() -> bool:
     """Whether the CPU multiplies tiles of bfloat16 (Intel's AMX)."""
-    cpuinfo = Path("/proc/cpuinfo")
-    return cpuinfo.exists() and " amx_bf16 " in cpuinfo.read_text(errors="replace").replace("\n", " ")
+    return "amx_bf16" in cpu_flags()
 
 
 def choose_device(device: str) -> torch.device:
@@ -62,10 +61,18 @@ def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
 
 
 def choose_num_threads(num_threads: int | None, cgroup: Path = _CGROUP) -> int:
-    """The physical cores this process may use, no more than the container's CPU quota."""
-    if num_threads is not None:
-        return num_threads
+    """The physical cores this process may use, no more than the container's CPU quota.
+
+    Raises StartupError for more threads than there are CPUs: they would wait for each other in every product.
+    """
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    if num_threads is not None:
+        if num_threads > len(allowed):
+            raise StartupError(
+                f"--num-threads is {num_threads}, and this process may use {len(allowed)} CPUs. "
+                f"Write at most {len(allowed)}, or leave it out."
+            )
+        return num_threads
     cores = len({_core_of(cpu) for cpu in allowed})
     quota = _cpu_quota(cgroup)
     return max(1, cores if quota is None else min(cores, math.ceil(quota)))

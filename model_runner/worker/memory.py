@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from model_runner.config import EngineConfig
 from model_runner.core.block_layout import BlockLayout
 from model_runner.errors import DoesNotFit
+from model_runner.sizes import format_size as size
 
 _COMMON_TOKENS = 512
 _LONG_SEQUENCES = 4
@@ -33,7 +34,7 @@ def cpu_kv_bytes(config: EngineConfig, available_bytes: int, weights_bytes: int)
     """
     if weights_bytes >= available_bytes:
         raise DoesNotFit(
-            f"The model's weights take {mib(weights_bytes)}, and only {mib(available_bytes)} of memory are "
+            f"The model's weights take {size(weights_bytes)}, and only {size(available_bytes)} of memory are "
             "available. Use a smaller model, a smaller --dtype (bfloat16 is half of float32), or more memory."
         )
     return int((available_bytes - weights_bytes) * config.cpu_memory_utilization)
@@ -62,9 +63,9 @@ def plan(config: EngineConfig, layout: BlockLayout, kv_bytes: int, context: int 
         return Plan(fits, num_blocks, headroom)
     shorter = f", or --max-model-len {fits} or less (`auto` chooses it)" if fits else ""
     raise DoesNotFit(
-        f"One request of {wished} tokens needs {mib(needed * layout.block_bytes)} of KV cache, but only "
-        f"{mib(max(0, num_blocks) * layout.block_bytes)} are left for requests (of {mib(kv_bytes)}, less "
-        f"{mib(headroom * layout.block_bytes)} kept for prefills in flight). "
+        f"One request of {wished} tokens needs {size(needed * layout.block_bytes)} of KV cache, but only "
+        f"{size(max(0, num_blocks) * layout.block_bytes)} are left for requests (of {size(kv_bytes)}, less "
+        f"{size(headroom * layout.block_bytes)} kept for prefills in flight). "
         f"Give --kv-cache-memory {_option((needed + headroom) * layout.block_bytes)} or more{shorter}."
     )
 
@@ -88,11 +89,6 @@ def ample_kv_bytes(config: EngineConfig, layout: BlockLayout, max_model_len: int
     longest = min(_LONG_SEQUENCES, config.max_num_seqs) * _longest_blocks(layout, max_model_len)
     headroom = layout.headroom_blocks(config.max_num_batched_tokens)
     return (max(common, longest) + headroom) * layout.block_bytes
-
-
-def mib(size: int) -> str:
-    """Bytes as people read sizes: "512.0MiB"."""
-    return f"{size / (1 << 20):.1f}MiB"
 
 
 def _option(size: int) -> str:

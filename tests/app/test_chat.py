@@ -82,3 +82,19 @@ def test_a_refusal_in_the_history_is_what_the_assistant_said(
     assert server.chat(messages=said).status_code == 200
     plain = [*ASKED, {"role": "assistant", "content": "No."}, *ASKED]
     assert engine.submissions[0].prompts == [tokenizer.encode_chat(plain)]
+
+
+def test_a_template_reads_further_names(server: Server, engine: FakeEngine) -> None:
+    asked = {"messages": ASKED, "chat_template_kwargs": {"enable_thinking": False, "self": 1}}
+    assert server.chat(**asked).status_code == 200
+    plain = server.chat(messages=ASKED)
+    assert plain.status_code == 200
+    assert engine.submissions[0].prompts == engine.submissions[1].prompts  # this one's template knows neither
+
+
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "tools", "documents"])
+def test_a_template_s_own_names_stay_its_own(name: str, server: Server, engine: FakeEngine) -> None:
+    refused = server.chat(messages=ASKED, chat_template_kwargs={name: []})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == f"chat_template_kwargs.{name}"
+    assert engine.submissions == []

@@ -141,3 +141,16 @@ def test_context_length_in_openai_s_words(server: Server) -> None:
     chat = server.chat(messages=[{"role": "user", "content": "word " * 600}])
     assert chat.status_code == 400
     assert json.loads(chat.content)["error"]["param"] == "messages"
+
+
+def test_a_refusal_leaves_one_line(
+    server: Server, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="plimsoll")
+    assert server.complete(prompt="Hi", temperature=9).status_code == 400
+    engine.refusal = errors.QueueFull("full", retry_after_seconds=2.0)
+    refused = server.complete(prompt="Hi")
+    told = [record.fields for record in caplog.records if record.getMessage() == "request refused"]
+    assert [line["code"] for line in told] == ["invalid_request", "queue_full"]
+    assert told[0]["param"] == "temperature"
+    assert told[1]["request_id"] == refused.headers["x-request-id"]

@@ -9,6 +9,7 @@ from datetime import datetime
 import pytest
 
 from app import logs
+from model_runner.errors import InvalidRequest, KVCacheBudgetExceeded, QueueFull
 from model_runner.types import Ending
 
 ENDING = Ending(
@@ -101,3 +102,21 @@ def test_uvicorn_speaks_through_the_same_lines() -> None:
     logging.getLogger("uvicorn.error").info("Started server process")
     logging.getLogger("uvicorn.error").error("bad")
     assert [json.loads(line)["message"] for line in stream.getvalue().splitlines()] == ["bad"]
+
+
+def test_one_line_for_each_refusal() -> None:
+    stream = lines("json")
+    never = KVCacheBudgetExceeded("too much", required_bytes=300, budget_bytes=200, largest_max_tokens=7)
+    logs.refusal("r-1", never)
+    logs.refusal("r-2", QueueFull("full", retry_after_seconds=1.23456))
+    first, second = map(json.loads, stream.getvalue().splitlines())
+    assert first["message"] == second["message"] == "request refused"
+    assert (first["request_id"], first["code"]) == ("r-1", "kv_cache_budget_exceeded")
+    assert (first["required_bytes"], first["budget_bytes"]) == (300, 200)
+    assert (second["code"], second["retry_after_seconds"]) == ("queue_full", 1.235)
+
+
+def test_what_a_client_sent_does_not_fill_the_log() -> None:
+    stream = lines("text")
+    logs.refusal("r-1", InvalidRequest("x" * 5000, param="prompt"))
+    assert len(stream.getvalue()) < 600

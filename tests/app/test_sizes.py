@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.sizes import format_size, parse_duration, parse_size
+from app.sizes import parse_duration, parse_size
+from model_runner.sizes import format_size
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,6 @@ UNSUPPORTED: dict[str, list[Any]] = {
     "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}],
     "best_of": [2, True],
     "store": [True],
-    "metadata": [{"a": "b"}],
     "service_tier": ["priority"],
     "modalities": [["text", "audio"]],
     "audio": [{"voice": "alloy"}],
