@@ -92,9 +92,7 @@ def test_refusals_name_their_numbers() -> None:
     house.submit(6)
     house.submit(8)
     house.submit(8)
-    with pytest.raises(
-        QueueFull, match=r"needs 96 KiB of KV cache; 64 KiB of 256 KiB is free"
-    ) as full:
+    with pytest.raises(QueueFull, match=r"needs 96 KiB of KV cache; 64 KiB of 256 KiB is free") as full:
         house.submit(3)
     # 96 tokens, then 128 twice, at 10 ms each; and a millisecond for each prompt.
     assert full.value.retry_after_seconds == pytest.approx(3.523)
