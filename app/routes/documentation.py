@@ -37,7 +37,7 @@ def describe_call(request: type[BaseModel], whole: type[BaseModel], chunk: type[
     answer = {
         "model": whole,
         "description": "The answer, or with `stream` a stream of chunks that ends with [DONE].",
-        "content": {"text/event-stream": {"schema": {"type": "string", "x-chunk": _ref(chunk)}}},
+        "content": {"text/event-stream": {"schema": _describe_event(chunk)}},
     }
     return {
         "response_model": None,
@@ -89,6 +89,16 @@ def _describe_error(status: int) -> dict[str, Any]:
             "retry-after-ms": {"description": "Milliseconds.", "schema": {"type": "integer"}},
         }
     return described
+
+
+def _describe_event(chunk: type[BaseModel]) -> dict[str, Any]:
+    """One server-sent event: its data is a chunk as JSON, or [DONE]."""
+    return {
+        "type": "object",
+        "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
+        "required": ["data"],
+        "x-chunk": _ref(chunk),
+    }
 
 
 def _ref(model: type[BaseModel]) -> dict[str, str]:
