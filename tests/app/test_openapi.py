@@ -79,3 +79,20 @@ def test_nothing_that_is_sent_breaks_it(server: Server, mode: GenerationMode) ->
     assert 400 in statuses
     assert max(statuses) < 500
     assert mode is GenerationMode.NEGATIVE or 200 in statuses
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/completions", {"prompt": "Hi"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+    ],
+)
+def test_the_events_of_a_stream_are_as_the_schema_tells(
+    server: Server, path: str, asked: dict[str, Any]
+) -> None:
+    operation = schemathesis.openapi.from_url(f"{server.url}/openapi.json")[path]["POST"]
+    case = operation.Case(body={**asked, "stream": True, "n": 2}, media_type="application/json")
+    response = case.call()
+    assert "data: [DONE]" in response.text
+    case.validate_response(response)
