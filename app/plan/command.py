@@ -17,7 +17,7 @@ from model_runner.core.block_layout import BlockLayout
 from model_runner.core.capacity import Device, WeightsRead, fewest_devices, make_plan
 from model_runner.core.kv_dtypes import KV_DTYPES
 from model_runner.core.kv_spec import KVCacheSpec
-from model_runner.errors import DoesNotFit, ModelNotServable, StartupError
+from model_runner.errors import DoesNotFit, ModelNotPriced, ModelNotServable, StartupError
 from model_runner.sizes import format_size
 
 _DESCRIBE_SECONDS = 300.0
@@ -79,7 +79,7 @@ def make_report(options: PlanOptions, model: dict[str, Any]) -> Report:
     kv_dtype = dtype if options.kv_dtype == "auto" else options.kv_dtype
     spec = _price(config, kv_dtype, dtype, ranks)
     weights = _weights(model["weights"], config, kept_in, ranks)
-    limit = int(config.get("max_position_embeddings") or _UNKNOWN_CONTEXT)
+    limit = _longest_context(config)
     contexts = options.context or _contexts(limit)
     usable = int(card.memory_bytes * options.gpu_memory_utilization) - options.overhead
     if usable <= weights.total_bytes:
@@ -192,3 +192,16 @@ def _contexts(limit: int) -> tuple[int, ...]:
         contexts.append(context)
         context *= 4
     return (*contexts, limit)
+
+
+def _longest_context(config: dict[str, Any]) -> int:
+    """The model's own, in tokens. Raises ModelNotPriced for what is no number of tokens."""
+    stated = config.get("max_position_embeddings")
+    if stated is None:
+        return _UNKNOWN_CONTEXT
+    if isinstance(stated, bool) or not isinstance(stated, int) or stated < 1:
+        raise ModelNotPriced(
+            f"The context of model type {config.get('model_type')!r} can't be told from its "
+            f"max_position_embeddings: it is {stated!r}, not one positive number."
+        )
+    return stated

@@ -62,12 +62,14 @@ def _validate(body: bytes, limits: Limits, tokenizer: Tokenizer) -> ValidRequest
     """As the call whose body it is. Raises ClientError."""
     try:
         fields = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         fields = {}  # each call says what is wrong with such a body
     has = fields if isinstance(fields, dict) else {}
-    if "messages" in has and "prompt" in has:
+    if has.get("messages") and has.get("prompt") is not None:
         raise InvalidRequest("The body has both `prompt` and `messages`; send one of them.", param="messages")
-    return (CHAT if "messages" in has else COMPLETION).validate(body, limits, tokenizer)
+    return (COMPLETION if has.get("prompt") is not None or "messages" not in has else CHAT).validate(
+        body, limits, tokenizer
+    )
 
 
 def _capacity(services: Services) -> dict[str, Any]:

@@ -57,6 +57,11 @@ def test_a_chat_is_recognised_by_its_messages(server: Server) -> None:
     assert answer["decision"] == "admitted"
 
 
+def test_what_asks_for_nothing_decides_nothing(server: Server) -> None:
+    assert check(server, prompt="Hello", messages=[], max_tokens=1)["decision"] == "admitted"
+    assert check(server, prompt="Hello", messages=None, max_tokens=1)["decision"] == "admitted"
+
+
 def test_what_can_never_fit_is_told_as_the_request_would_be(server: Server) -> None:
     body = {"prompt": [[5] * 400, [6] * 400, [7] * 400], "max_tokens": 100}
     answer = check(server, **body)
@@ -83,6 +88,8 @@ def test_a_refusal_of_the_moment_carries_when_to_come_back(server: Server) -> No
         (b"{}", 400, "prompt"),
         (b"[1]", 400, None),
         (b"not json", 400, None),
+        (b"[" * 100_000, 400, None),
+        (b'{"messages": []}', 400, "messages"),
         (b'{"prompt": "a", "n": 0}', 400, "n"),
         (b'{"prompt": [5], "max_tokens": 5000}', 400, "prompt"),
         (b'{"prompt": "a", "model": "another"}', 404, "model"),

@@ -209,6 +209,7 @@ def test_what_is_asked_wrongly_is_told_what_to_write(
         ({"model_type": "no_such_model"}, "no model configuration that transformers can read"),
         ({"model_type": "t5"}, "no causal language model for 't5'"),
         ({"model_type": "bart"}, "is_encoder_decoder"),
+        ({**LLAMA_70B, "max_position_embeddings": -5}, "max_position_embeddings: it is -5"),
         ("{", "no model configuration that transformers can read"),
     ],
 )
