@@ -129,7 +129,7 @@ class PlanOptions:
         metavar="N[,N…]",
         parse=_token_counts,
         shown="1K, 4K, 16K … up to the model's",
-        help="Tokens of a sequence, prompt and answer together.",
+        help="Tokens in a sequence's cache: prompt and answer, less the last token, never written.",
     )
     batch: tuple[int, ...] = option(
         (1, 8, 32, 128),
