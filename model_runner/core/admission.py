@@ -84,6 +84,7 @@ class _Reservation:
     ask_id: str
     part: Part
     generated_tokens: int = 0
+    ending: bool = False  # nobody wants more of it: the engine gives its blocks back in its next step
 
 
 class AdmissionController:
@@ -231,6 +232,13 @@ class AdmissionController:
             reservation.generated_tokens = max(reservation.generated_tokens, generated_tokens)
             self._forecast = None
 
+    def ending(self, part_id: str) -> None:
+        """Nobody wants any more of this part, and the engine has been told. Only forecasts depend on it."""
+        reservation = self._reservations.get(part_id)
+        if reservation is not None:
+            reservation.ending = True
+            self._forecast = None
+
     def _places(self, sequences: int) -> int:
         # A request of more sequences than the batch has places takes them all; the rest wait inside the
         # engine.
@@ -281,14 +289,14 @@ class AdmissionController:
             )
             places_left = {ask_id: self._places(left) for ask_id, left in self._sequences.items()}
             for reservation in self._reservations.values():
-                part, generated = reservation.part, reservation.generated_tokens
+                part, generated, ending = reservation.part, reservation.generated_tokens, reservation.ending
                 places = min(part.sequences, places_left[reservation.ask_id])
                 places_left[reservation.ask_id] -= places
                 forecast.running(
                     blocks=part.blocks,
                     sequences=places,
-                    prompt_tokens_left=0 if generated else part.prompt_tokens,
-                    tokens_left=max(part.max_tokens - generated, 1),
+                    prompt_tokens_left=0 if generated or ending else part.prompt_tokens,
+                    tokens_left=1 if ending else max(part.max_tokens - generated, 1),
                     since=now,
                 )
             for waiting in self._queue.values():

@@ -79,6 +79,12 @@ class LiveRequest:
     def choice(self, prompt_index: int, choice: int) -> _Choice:
         return self.choices[prompt_index * self.submission.params.n + choice]
 
+    def has_finished(self, prompt_index: int) -> bool:
+        """Whether every choice of one of its prompts has."""
+        n = self.submission.params.n
+        choices = self.choices[prompt_index * n : (prompt_index + 1) * n]
+        return all(choice.finish_reason is not None for choice in choices)
+
     def forget_output(self) -> None:
         self.choices = [_Choice() for _ in self.choices]
         self.unfinished = len(self.choices)
@@ -166,6 +172,8 @@ class Dispatcher:
             request.unfinished -= 1
         choice.finish_reason = FinishReason.STOP
         choice.generated_tokens = tokens
+        if request.has_finished(prompt_index):
+            self.admission.ending(request.ask.parts[prompt_index].part_id)
         self._end_if_finished(request, now)
 
     def abort(self, request: LiveRequest, cause: str, now: float, error: PlimsollError | None = None) -> None:
@@ -363,6 +371,7 @@ class Dispatcher:
         del self._live[request.ask.ask_id]
         for part in request.ask.parts:
             self._parts.pop(part.part_id, None)
+            self.admission.ending(part.part_id)
         admitted_at = request.admitted_at
         self.observer.ended(
             Ending(

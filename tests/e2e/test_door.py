@@ -117,3 +117,19 @@ def test_what_the_metrics_say_is_what_the_request_costs(server: Server) -> None:
         )
         assert 0 < now["plimsoll_kv_cache_used_bytes"] <= now["plimsoll_kv_cache_reserved_bytes"]
     eventually(server.idle, "it is gone")
+
+
+def test_after_a_stop_string_the_next_one_waits_a_moment_and_is_served() -> None:
+    """The budget is full of a request that the client has the end of: its room comes back in one step."""
+    whole = {"prompt": [5], "stop": ["e", "a", " ", ".", "\n"], "ignore_eos": True}
+    with (
+        serving("--kv-cache-memory", "32MiB", "--max-model-len", "auto", "--max-queue-seconds", "5") as own,
+        httpx.Client(base_url=own.url, timeout=60) as client,
+    ):
+        limit = client.get("/v1/models").json()["data"][0]["max_model_len"]
+        for _ in range(5):
+            stopped = client.post("/v1/completions", json={**whole, "max_tokens": limit - 1}).json()
+            assert stopped["choices"][0]["finish_reason"] == "stop"
+            after = client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 2})
+            assert after.status_code == 200, after.text
+        eventually(own.idle, "nothing is left")

@@ -145,3 +145,36 @@ def test_times_and_tokens_are_counted() -> None:
     (ending,) = house.told.endings
     assert (ending.reason, ending.generated_tokens, ending.e2e_seconds) == ("stop", 4, 1.0)
     assert house.told.errors == [None]
+
+
+@pytest.mark.parametrize("how", ["stop string", "hang-up"])
+def test_who_has_left_is_forecast_to_give_its_blocks_back_at_once(how: str) -> None:
+    """The wait is a step, not what max_tokens would have taken: the next one is queued, not turned away."""
+    house = House(num_blocks=200, max_queue_seconds=1.0)
+    request = house.submit(200)  # 3,200 tokens at 10 ms each
+    with pytest.raises(WaitTooLong):
+        house.submit(1)
+    part_id = request.ask.parts[0].part_id
+    output = ChoiceOutput(part_id, 0, [5], None, None)
+    house.dispatcher.step_done(StepDone(1, [output], [], StepStats(0.01, 1, 0, 1, 0, 1, 1)), 0.1)
+    if how == "hang-up":
+        house.dispatcher.abort(request, "client_disconnected", 0.1)
+    else:
+        house.dispatcher.stop(request, 0, 0, 1, 0.1)
+    assert request.ended
+    after = house.submit(1, now=0.1)
+    assert not after.running
+    house.dispatcher.step_done(StepDone(1, [], [part_id], None), 0.2)
+    assert after.running
+
+
+def test_a_prompts_last_choice_must_have_left() -> None:
+    house = House(num_blocks=20, max_queue_seconds=0.5)
+    params = SamplingParams(max_tokens=160, n=2)
+    request = house.dispatcher.submit(Submission("r", [[7]], params, False), house.told, 0.0)
+    assert request.ask.blocks == 20
+    house.dispatcher.stop(request, 0, 1, 1, 0.1)
+    with pytest.raises(WaitTooLong):
+        house.submit(1, now=0.1)
+    house.dispatcher.stop(request, 0, 0, 1, 0.1)
+    assert not house.submit(1, now=0.1).running
