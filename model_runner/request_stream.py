@@ -103,6 +103,7 @@ class RequestStream:
             if self._error is not None:
                 raise self._error
             if self._ended:
+                self._dispatcher.read_to_end(self.request)
                 raise StopAsyncIteration
             self._wakeup = asyncio.get_running_loop().create_future()
             try:

@@ -79,6 +79,7 @@ async def answer(call: Call, request: Request, services: Services) -> Response:
         prompts=valid.prompts,
         params=valid.params,
         streaming=valid.stream,
+        stop_strings=bool(valid.stops),
     )
     try:
         stream = services.engine.submit(submission)

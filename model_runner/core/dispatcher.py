@@ -34,6 +34,7 @@ class Submission:
     prompts: list[list[int]]
     params: SamplingParams
     streaming: bool
+    stop_strings: bool = False  # whoever reads its text may end a choice sooner than its tokens do
 
 
 class Listener(Protocol):
@@ -71,6 +72,7 @@ class LiveRequest:
     restart_unseen: bool = False
     deaths: int = 0
     ended: bool = False
+    finished_unread_at: float | None = None  # a stop string may yet be found in its last tokens
     prompt_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -165,21 +167,30 @@ class Dispatcher:
     ) -> None:
         """A stop string has matched in what the client got: this choice is finished, `tokens` long."""
         choice = request.choice(prompt_index, choice_index)
-        if request.ended or request.restart_unseen:
+        if request.restart_unseen or (request.ended and request.finished_unread_at is None):
             return
         if choice.finish_reason is None:
             self._send(Abort(request.ask.parts[prompt_index].part_id, choice_index))
             request.unfinished -= 1
         choice.finish_reason = FinishReason.STOP
         choice.generated_tokens = tokens
+        if request.ended:  # in its last tokens: its bytes are on their way back, and its Ending will say so
+            return
         if request.has_finished(prompt_index):
             self.admission.ending(request.ask.parts[prompt_index].part_id)
         self._end_if_finished(request, now)
 
     def abort(self, request: LiveRequest, cause: str, now: float, error: PlimsollError | None = None) -> None:
         """End it for the client now; its bytes come back on the engine's word. Idempotent."""
+        self.read_to_end(request)
         if not request.ended:
             self._leave(request, FinishReason.ABORT, now, error=error, abort_cause=cause)
+
+    def read_to_end(self, request: LiveRequest) -> None:
+        """No stop string can be found in it any more. Comes after every end, sooner or later; idempotent."""
+        finished_at, request.finished_unread_at = request.finished_unread_at, None
+        if finished_at is not None:
+            self._say_ended(request, _how_finished(request), finished_at)
 
     def delivering(self, request: LiveRequest, now: float) -> None:
         """The client is about to see output. If that output is of an engine that has died since, the request
@@ -351,9 +362,7 @@ class Dispatcher:
     def _end_if_finished(self, request: LiveRequest, now: float) -> None:
         if request.unfinished:
             return
-        reasons = {choice.finish_reason for choice in request.choices}
-        cut = FinishReason.LENGTH in reasons
-        self._end(request, FinishReason.LENGTH if cut else FinishReason.STOP, now)
+        self._end(request, _how_finished(request), now)
 
     def _end(
         self,
@@ -372,6 +381,21 @@ class Dispatcher:
         for part in request.ask.parts:
             self._parts.pop(part.part_id, None)
             self.admission.ending(part.part_id)
+        if error is None and abort_cause is None and request.submission.stop_strings:
+            request.finished_unread_at = now
+        else:
+            self._say_ended(request, reason, now, error=error, abort_cause=abort_cause)
+        request.listener.ended(error)
+
+    def _say_ended(
+        self,
+        request: LiveRequest,
+        reason: FinishReason,
+        now: float,
+        *,
+        error: PlimsollError | None = None,
+        abort_cause: str | None = None,
+    ) -> None:
         admitted_at = request.admitted_at
         self.observer.ended(
             Ending(
@@ -388,7 +412,11 @@ class Dispatcher:
                 e2e_seconds=now - request.arrived_at,
             )
         )
-        request.listener.ended(error)
+
+
+def _how_finished(request: LiveRequest) -> FinishReason:
+    cut = any(choice.finish_reason is FinishReason.LENGTH for choice in request.choices)
+    return FinishReason.LENGTH if cut else FinishReason.STOP
 
 
 def _engine_died(request: LiveRequest) -> EngineDied:

@@ -116,6 +116,20 @@ def test_it_shows_the_table_then_listens_then_says_that_it_is_ready() -> None:
         assert server.lines[-1].endswith("INFO stopped")
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_ending_says_what_the_client_was_told(stream: bool) -> None:
+    """A stop string in the last output, which the engine sends as the end by length."""
+    with running() as server:
+        url = f"{server.url()}/v1/completions"
+        text = httpx.post(url, json=asked(4)).json()["choices"][0]["text"]
+        answer = httpx.post(url, json=asked(4, stop=[text[-1]], stream=stream)).text
+        assert '"finish_reason":"stop"' in answer
+        assert '"finish_reason":"length"' not in answer
+        server.said(r"request ended .*reason=stop .*generated_tokens=4")
+        page = httpx.get(f"{server.url()}/metrics").text
+        assert 'plimsoll_requests_ended_total{reason="stop"} 1.0' in page
+
+
 def test_json_all_the_way() -> None:
     with running("--log-format", "json") as server:
         server.said("Plimsoll is ready")

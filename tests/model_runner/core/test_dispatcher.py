@@ -168,6 +168,30 @@ def test_who_has_left_is_forecast_to_give_its_blocks_back_at_once(how: str) -> N
     assert after.running
 
 
+@pytest.mark.parametrize("found", [True, False])
+def test_an_ending_waits_for_what_is_read_in_the_last_tokens(found: bool) -> None:
+    """The engine says `length`; a stop string in that very output makes it `stop`, and shorter."""
+    house = House()
+    submission = Submission("r", [[7]], SamplingParams(max_tokens=16), False, stop_strings=True)
+    request = house.dispatcher.submit(submission, house.told, 0.0)
+    part_id = request.ask.parts[0].part_id
+    output = ChoiceOutput(part_id, 0, [5] * 16, None, FinishReason.LENGTH)
+    house.dispatcher.step_done(StepDone(1, [output], [part_id], StepStats(0.01, 1, 0, 1, 0, 1, 1)), 0.5)
+    assert request.ended
+    assert house.dispatcher.num_live == house.dispatcher.admission.reserved_blocks == 0
+    assert house.told.errors == [None]
+    assert house.told.endings == []
+    sent = len(house.sent)
+    if found:
+        house.dispatcher.stop(request, 0, 0, 9, 0.7)
+    house.dispatcher.read_to_end(request)
+    house.dispatcher.abort(request, "server_fault", 0.8)
+    (ending,) = house.told.endings
+    assert (ending.reason, ending.generated_tokens) == (("stop", 9) if found else ("length", 16))
+    assert ending.e2e_seconds == 0.5, "when the engine was done, not when it was read"
+    assert len(house.sent) == sent, "the engine has nothing left to abort"
+
+
 def test_a_prompts_last_choice_must_have_left() -> None:
     house = House(num_blocks=20, max_queue_seconds=0.5)
     params = SamplingParams(max_tokens=160, n=2)

@@ -90,20 +90,25 @@ class TwoProcesses(RuleBasedStateMachine):
         max_tokens=st.integers(1, 12),
         n=st.integers(1, 3),
         streaming=st.booleans(),
+        stop_strings=st.booleans(),
     )
-    def one_arrives(self, prompts: list[int], max_tokens: int, n: int, streaming: bool) -> None:
-        self.arrive(prompts, max_tokens, n, streaming)
+    def one_arrives(
+        self, prompts: list[int], max_tokens: int, n: int, streaming: bool, stop_strings: bool
+    ) -> None:
+        self.arrive(prompts, max_tokens, n, streaming, stop_strings)
 
     @rule(crowd=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=2, max_size=6))
     def a_crowd_arrives(self, crowd: list[tuple[int, int]]) -> None:
         for prompt, max_tokens in crowd:
             self.arrive([prompt], max_tokens, 1, streaming=False)
 
-    def arrive(self, prompts: list[int], max_tokens: int, n: int, streaming: bool) -> None:
+    def arrive(
+        self, prompts: list[int], max_tokens: int, n: int, streaming: bool, stop_strings: bool = False
+    ) -> None:
         if n > self.max_num_seqs or self.death_noticed:
             return  # refused before it comes to the dispatcher
         params = SamplingParams(max_tokens=max_tokens, n=n)
-        submission = Submission("r", [[5] * length for length in prompts], params, streaming)
+        submission = Submission("r", [[5] * length for length in prompts], params, streaming, stop_strings)
         client = Client(submission)
         price = sum(self.layout.request_blocks(length, max_tokens, n) for length in prompts)
         never_fits = price > self.num_blocks
@@ -160,6 +165,25 @@ class TwoProcesses(RuleBasedStateMachine):
         prompt_index, choice = data.draw(st.sampled_from(seen))
         client.stopped.add((prompt_index, choice))
         self.dispatcher.stop(client.request, prompt_index, choice, 1, self.now)
+
+    @property
+    def unread(self) -> list[Client]:
+        return [client for client in self.clients if client.request.finished_unread_at is not None]
+
+    @precondition(lambda self: self.unread)
+    @rule(data=st.data(), matches=st.booleans())
+    def the_end_is_read(self, data: st.DataObject, matches: bool) -> None:
+        """Long after the engine has finished it; a stop string may be in its last tokens."""
+        client = data.draw(st.sampled_from(self.unread))
+        matches &= not client.request.restart_unseen
+        if matches:
+            client.stopped.add((0, 0))
+            self.dispatcher.stop(client.request, 0, 0, 1, self.now)
+        self.dispatcher.read_to_end(client.request)
+        assert client.request.finished_unread_at is None
+        ending = self.observer.endings[-1]
+        reasons = {choice.finish_reason for choice in client.request.choices}
+        assert (ending.reason == "length") == (FinishReason.LENGTH in reasons)
 
     @precondition(lambda self: self.dispatcher.num_live)
     @rule(data=st.data())
@@ -315,7 +339,7 @@ class TwoProcesses(RuleBasedStateMachine):
     @invariant()
     def every_request_ends_once(self) -> None:
         ended = sum(client.endings for client in self.clients)
-        assert ended == len(self.observer.endings)
+        assert ended == len(self.observer.endings) + len(self.unread)
         assert self.observer.accepted == len(self.clients) == ended + self.dispatcher.num_live
         for client in self.clients:
             assert client.request.ended == bool(client.endings)
@@ -363,6 +387,9 @@ class TwoProcesses(RuleBasedStateMachine):
         assert self.dispatcher.num_live == 0
         assert (self.admission.reserved_blocks, self.admission.queued_blocks) == (0, 0)
         assert (self.dispatcher.used_blocks, self.admission.queue_length) == (0, 0)
+        for client in self.clients:
+            self.dispatcher.read_to_end(client.request)
+        assert not self.unread
         self.every_request_ends_once()
         self.what_was_finished_is_whole()
 
