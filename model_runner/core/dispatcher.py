@@ -12,8 +12,10 @@ that engine is dead. An abort ends the first at once and leaves the second to th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from model_runner.core import refusals
 from model_runner.core.admission import AdmissionController, Admitted, Ask, Part, Rejected
@@ -72,11 +74,11 @@ class LiveRequest:
     restart_unseen: bool = False
     deaths: int = 0
     ended: bool = False
-    finished_unread_at: float | None = None  # a stop string may yet be found in its last tokens
-    prompt_tokens: int = field(init=False)
+    unsaid: Ending | None = None  # a stop string may yet be found in its last tokens
 
-    def __post_init__(self) -> None:
-        self.prompt_tokens = sum(len(prompt) for prompt in self.submission.prompts)
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(prompt) for prompt in self.submission.prompts)
 
     def choice(self, prompt_index: int, choice: int) -> _Choice:
         return self.choices[prompt_index * self.submission.params.n + choice]
@@ -86,6 +88,15 @@ class LiveRequest:
         n = self.submission.params.n
         choices = self.choices[prompt_index * n : (prompt_index + 1) * n]
         return all(choice.finish_reason is not None for choice in choices)
+
+    @property
+    def generated_tokens(self) -> int:
+        return sum(choice.generated_tokens for choice in self.choices)
+
+    @property
+    def how_finished(self) -> FinishReason:
+        reasons = {choice.finish_reason for choice in self.choices}
+        return FinishReason.LENGTH if FinishReason.LENGTH in reasons else FinishReason.STOP
 
     def forget_output(self) -> None:
         self.choices = [_Choice() for _ in self.choices]
@@ -167,7 +178,7 @@ class Dispatcher:
     ) -> None:
         """A stop string has matched in what the client got: this choice is finished, `tokens` long."""
         choice = request.choice(prompt_index, choice_index)
-        if request.restart_unseen or (request.ended and request.finished_unread_at is None):
+        if request.restart_unseen or (request.ended and request.unsaid is None):
             return
         if choice.finish_reason is None:
             self._send(Abort(request.ask.parts[prompt_index].part_id, choice_index))
@@ -188,9 +199,10 @@ class Dispatcher:
 
     def read_to_end(self, request: LiveRequest) -> None:
         """No stop string can be found in it any more. Comes after every end, sooner or later; idempotent."""
-        finished_at, request.finished_unread_at = request.finished_unread_at, None
-        if finished_at is not None:
-            self._say_ended(request, _how_finished(request), finished_at)
+        if (ending := request.unsaid) is not None:
+            request.unsaid = None
+            tokens = request.generated_tokens
+            self.observer.ended(replace(ending, reason=request.how_finished.value, generated_tokens=tokens))
 
     def delivering(self, request: LiveRequest, now: float) -> None:
         """The client is about to see output. If that output is of an engine that has died since, the request
@@ -360,9 +372,8 @@ class Dispatcher:
         self._launch(let_in, now)
 
     def _end_if_finished(self, request: LiveRequest, now: float) -> None:
-        if request.unfinished:
-            return
-        self._end(request, _how_finished(request), now)
+        if not request.unfinished:
+            self._end(request, request.how_finished, now)
 
     def _end(
         self,
@@ -381,48 +392,27 @@ class Dispatcher:
         for part in request.ask.parts:
             self._parts.pop(part.part_id, None)
             self.admission.ending(part.part_id)
-        if error is None and abort_cause is None and request.submission.stop_strings:
-            request.finished_unread_at = now
-        else:
-            self._say_ended(request, reason, now, error=error, abort_cause=abort_cause)
-        request.listener.ended(error)
-
-    def _say_ended(
-        self,
-        request: LiveRequest,
-        reason: FinishReason,
-        now: float,
-        *,
-        error: PlimsollError | None = None,
-        abort_cause: str | None = None,
-    ) -> None:
         admitted_at = request.admitted_at
-        self.observer.ended(
-            Ending(
-                request_id=request.submission.request_id,
-                reason=reason.value,
-                code=None if error is None else error.reason.value,
-                abort_cause=abort_cause,
-                prompt_tokens=request.prompt_tokens,
-                generated_tokens=sum(choice.generated_tokens for choice in request.choices),
-                choices=len(request.choices),
-                reserved_bytes=0 if admitted_at is None else request.projected_bytes,
-                queue_seconds=(now if admitted_at is None else admitted_at) - request.arrived_at,
-                run_seconds=0.0 if admitted_at is None else now - admitted_at,
-                e2e_seconds=now - request.arrived_at,
-            )
+        ending = Ending(
+            request_id=request.submission.request_id,
+            reason=reason.value,
+            code=None if error is None else error.reason.value,
+            abort_cause=abort_cause,
+            prompt_tokens=request.prompt_tokens,
+            generated_tokens=request.generated_tokens,
+            choices=len(request.choices),
+            reserved_bytes=0 if admitted_at is None else request.projected_bytes,
+            queue_seconds=(now if admitted_at is None else admitted_at) - request.arrived_at,
+            run_seconds=0.0 if admitted_at is None else now - admitted_at,
+            e2e_seconds=now - request.arrived_at,
         )
-
-
-def _how_finished(request: LiveRequest) -> FinishReason:
-    cut = any(choice.finish_reason is FinishReason.LENGTH for choice in request.choices)
-    return FinishReason.LENGTH if cut else FinishReason.STOP
+        if error is None and abort_cause is None and request.submission.stop_strings:
+            request.unsaid = ending
+        else:
+            self.observer.ended(ending)
+        request.listener.ended(error)
 
 
 def _engine_died(request: LiveRequest) -> EngineDied:
-    why = (
-        "after a part of its output had been sent"
-        if request.delivered
-        else "for the second time, so it is not tried again"
-    )
-    return EngineDied(f"The engine died while it ran this request, {why}.")
+    sent, again = "after a part of its output had been sent", "for the second time, so it is not tried again"
+    return EngineDied(f"The engine died while it ran this request, {sent if request.delivered else again}.")

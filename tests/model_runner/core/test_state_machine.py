@@ -168,7 +168,7 @@ class TwoProcesses(RuleBasedStateMachine):
 
     @property
     def unread(self) -> list[Client]:
-        return [client for client in self.clients if client.request.finished_unread_at is not None]
+        return [client for client in self.clients if client.request.unsaid is not None]
 
     @precondition(lambda self: self.unread)
     @rule(data=st.data(), matches=st.booleans())
@@ -180,7 +180,7 @@ class TwoProcesses(RuleBasedStateMachine):
             client.stopped.add((0, 0))
             self.dispatcher.stop(client.request, 0, 0, 1, self.now)
         self.dispatcher.read_to_end(client.request)
-        assert client.request.finished_unread_at is None
+        assert client.request.unsaid is None
         ending = self.observer.endings[-1]
         reasons = {choice.finish_reason for choice in client.request.choices}
         assert (ending.reason == "length") == (FinishReason.LENGTH in reasons)
