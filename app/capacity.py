@@ -23,6 +23,7 @@ def capacity_fields(plan: Plan, why_not_served: str = "") -> dict[str, Any]:
         "contexts": [
             {
                 "context": at.context,
+                "cached_tokens": at.cached_tokens,
                 "sequence_bytes": at.sequence_bytes,
                 "max_sequences": at.max_sequences,
                 "allocated_sequence_bytes": at.allocated_bytes,

@@ -129,7 +129,7 @@ class PlanOptions:
         metavar="N[,N…]",
         parse=_token_counts,
         shown="1K, 4K, 16K … up to the model's",
-        help="Tokens in a sequence's cache: prompt and answer, less the last token, never written.",
+        help="Tokens of a request, prompt and answer. The last is never written to the cache.",
     )
     batch: tuple[int, ...] = option(
         (1, 8, 32, 128),

@@ -11,7 +11,7 @@ from typing import Any
 
 from app.options import UsageError
 from app.plan.report import Report, as_table
-from model_runner.core.capacity import Plan
+from model_runner.core.capacity import Plan, cached_tokens
 from model_runner.sizes import format_size
 
 _INK, _SOFT, _GRID = "#1c2733", "#66727f", "#e3e7eb"
@@ -78,7 +78,7 @@ def _fill(figure: Any, report: Report) -> None:
     plan = report.plan
     contexts = _contexts(report)
     # Between whole numbers, too: a line that is a staircase only where batches are small reads badly.
-    prices = [plan.spec.sequence_bytes(each) for each in contexts]
+    prices = [plan.spec.sequence_bytes(cached_tokens(each)) for each in contexts]
     batches = [plan.kv_budget_bytes / price if price else float("nan") for price in prices]
     if plan.device.bandwidth is None:
         load, speed = figure.subplots(), None
@@ -116,7 +116,7 @@ def _draw_load(axes: Any, report: Report, contexts: Sequence[int], batches: Sequ
     axes.plot(contexts, batches, color=_LINE, linewidth=2.4, label="the load line: memory is full")
     if plan.layout is not None and plan.num_blocks:
         layout, blocks = plan.layout, plan.num_blocks
-        ours = [blocks / layout.sequence_blocks(each) for each in contexts]
+        ours = [blocks / layout.sequence_blocks(cached_tokens(each)) for each in contexts]
         dashes = (0, (5, 2))
         axes.plot(contexts, ours, color=_OURS, linewidth=1.2, linestyle=dashes, label="as Plimsoll allocates")
     evens = [plan.at_context(each).half_ceiling_batch or float("nan") for each in contexts]
@@ -139,7 +139,7 @@ def _draw_load(axes: Any, report: Report, contexts: Sequence[int], batches: Sequ
 
 def _draw_speed(axes: Any, plan: Plan, contexts: Sequence[int], batches: Sequence[float]) -> None:
     """Tokens per second: of the fullest batch, of one sequence alone, and of a batch without end."""
-    prices = [plan.spec.sequence_bytes(each) for each in contexts]
+    prices = [plan.spec.sequence_bytes(cached_tokens(each)) for each in contexts]
 
     def ceiling(batch: Callable[[float], int]) -> list[float]:
         found = []
@@ -167,7 +167,7 @@ def _context_axis(axes: Any, contexts: Sequence[int]) -> None:
     axes.set_xlim(contexts[0], contexts[-1] * 1.2)
     axes.set_xticks(_powers(contexts[0], contexts[-1]))
     axes.xaxis.set_major_formatter(lambda value, _: _tokens(round(value)))
-    axes.set_xlabel("tokens of each sequence in the cache", color=_INK)
+    axes.set_xlabel("context: tokens of prompt and answer", color=_INK)
 
 
 def _powers(lowest: float, highest: float) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from app.capacity import capacity_fields
 from app.plan.options import PlanOptions
-from model_runner.core.capacity import Plan
+from model_runner.core.capacity import Plan, cached_tokens
 from model_runner.sizes import format_size
 
 
@@ -104,10 +104,10 @@ def _groups(report: Report) -> str:
                 group.kind,
                 {"recurrent": "a state", "shared": "nothing"}.get(group.kind, reach),
                 f"{group.bytes_per_token:,} B" if group.bytes_per_token else "-",
-                format_size(group.sequence_bytes(report.longest_context)),
+                format_size(group.sequence_bytes(cached_tokens(report.longest_context))),
             )
         )
-    title = f"What it needs, by layer group (per sequence: at {report.longest_context:,} tokens)"
+    title = f"What it needs, by layer group (per sequence: at a context of {report.longest_context:,})"
     return f"{title}\n{_columns(rows)}"
 
 

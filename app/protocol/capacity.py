@@ -31,6 +31,7 @@ class Allocated(Answer):
 
 class CapacityAtContext(Answer):
     context: int
+    cached_tokens: int
     sequence_bytes: int
     max_sequences: int | None
     allocated_sequence_bytes: int

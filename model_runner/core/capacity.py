@@ -7,6 +7,10 @@ at a context c, on one device:
 
 The batch pays while weights outweigh the caches: at b = weights / cache(c) half of the ceiling that bandwidth
 / cache(c) sets is reached, and doubling the batch brings less and less.
+
+A **context** is what a request asks for, prompt and answer together; its last token is drawn and never
+written, so a sequence at context c caches c - 1 tokens. That is the lifetime which the door prices
+(BlockLayout.request_blocks).
 """
 
 from __future__ import annotations
@@ -22,6 +26,12 @@ from model_runner.errors import ModelNotPriced
 _MANY = 1 << 20
 # No one looks for a fit among more devices.
 _MOST_RANKS = 1024
+
+
+def cached_tokens(context: int) -> int:
+    """What a sequence of `context` tokens, prompt and answer, has in the cache at its end. The least that can
+    be asked for is a prompt of one token, which is cached."""
+    return max(1, context - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +75,7 @@ class AtContext:
     model."""
 
     context: int
+    cached_tokens: int
     sequence_bytes: int  # what one sequence needs
     allocated_bytes: int | None  # what Plimsoll allocates for it
     max_sequences: int | None  # by what is needed
@@ -104,25 +115,28 @@ class Plan:
         return max(0, self.kv_budget_bytes // self.layout.block_bytes - self.headroom_blocks)
 
     def at_context(self, context: int) -> AtContext:
-        need = self.spec.sequence_bytes(context)
-        most = self.spec.max_sequences(context, self.kv_budget_bytes)
+        tokens = cached_tokens(context)
+        need = self.spec.sequence_bytes(tokens)
+        most = self.spec.max_sequences(tokens, self.kv_budget_bytes)
         allocated = most_allocated = None
         if self.layout is not None:
-            allocated = self.layout.sequence_blocks(context) * self.layout.block_bytes
+            allocated = self.layout.sequence_blocks(tokens) * self.layout.block_bytes
             assert self.num_blocks is not None
-            most_allocated = self.layout.max_sequences(context, self.num_blocks)
+            most_allocated = self.layout.max_sequences(tokens, self.num_blocks)
         step, speed = self._speed(most, need)
         half = self.weights.step_bytes(_MANY) / need if need else None
-        return AtContext(context, need, allocated, most, most_allocated, step, speed, half)
+        return AtContext(context, tokens, need, allocated, most, most_allocated, step, speed, half)
 
     def at_batch(self, sequences: int, limit: int) -> AtBatch:
-        longest = self.spec.longest_context(sequences, self.kv_budget_bytes, limit)
+        most = cached_tokens(limit)
+        longest = _context_of(self.spec.longest_context(sequences, self.kv_budget_bytes, most), limit)
         allocated = None
         if self.layout is not None:
             assert self.num_blocks is not None
             budget = self.num_blocks * self.layout.block_bytes
-            allocated = self.layout.longest_context(sequences, budget, limit)
-        step, speed = self._speed(sequences if longest else 0, self.spec.sequence_bytes(longest))
+            allocated = _context_of(self.layout.longest_context(sequences, budget, most), limit)
+        need = self.spec.sequence_bytes(cached_tokens(longest))
+        step, speed = self._speed(sequences if longest else 0, need)
         return AtBatch(sequences, longest, allocated, step, speed)
 
     def _speed(self, batch: int | None, sequence_bytes: int) -> tuple[float | None, float | None]:
@@ -130,6 +144,11 @@ class Plan:
             return None, None
         step = self.device.step_seconds(self.weights, batch, sequence_bytes)
         return step, None if step is None else batch / step
+
+
+def _context_of(tokens: int, limit: int) -> int:
+    """The context, at most `limit`, whose sequences cache `tokens` tokens; 0 of none."""
+    return min(tokens + 1, limit) if tokens else 0
 
 
 def make_plan(
@@ -172,7 +191,7 @@ def fewest_devices(
         return None
     for ranks in range(max(1, -(-weights_bytes // usable_bytes)), _MOST_RANKS + 1):
         try:
-            cache = price(ranks).sequence_bytes(context)
+            cache = price(ranks).sequence_bytes(cached_tokens(context))
         except ModelNotPriced:
             continue
         if -(-weights_bytes // ranks) + cache <= usable_bytes:

@@ -32,7 +32,7 @@ def test_capacity_is_the_plan_of_the_running_server(server: Server) -> None:
     assert capacity.max_sequences == {"512": 2}
     assert capacity.allocated.blocks == 64
     assert [(group.kind, group.layers) for group in capacity.groups] == [("full", 30)]
-    assert [at.longest_context for at in capacity.batches] == [512, 128, 32, 8]
+    assert [at.longest_context for at in capacity.batches] == [512, 129, 33, 9]
 
 
 def test_a_completion_is_priced_and_not_run(server: Server) -> None:

@@ -88,11 +88,11 @@ def test_a_70b_model_on_four_cards(
     budget = int(81559 * 2**20 * 0.9) - GIB - plan["weights_bytes"]
     assert plan["kv_budget_bytes"] == budget
     assert plan["growing_bytes_per_token"] == 2 * 80 * 2 * 128 * 2  # two heads on each device
-    assert plan["max_sequences"] == {"8192": budget // (8192 * 81920), "131072": budget // (131072 * 81920)}
+    assert plan["max_sequences"] == {"8192": budget // (8191 * 81920), "131072": budget // (131071 * 81920)}
     one = plan["batches"][0]
     assert one["longest_context"] == 131072
     embedding = 128256 * 8192 * 2 // 4  # of which a step reads one row
-    read = plan["weights_bytes"] - embedding + 131072 * 81920
+    read = plan["weights_bytes"] - embedding + 131071 * 81920
     assert one["step_seconds"] == pytest.approx(read / 3.35e12)
     assert plan["allocated"]["served"] is False
 
@@ -110,7 +110,7 @@ def test_the_embedded_model_from_its_header(capsys: pytest.CaptureFixture[str], 
         "groups": 1,
     }
     at = plan["contexts"][0]
-    assert (at["sequence_bytes"], at["allocated_sequence_bytes"]) == (1000 * 23_040, 63 * 16 * 23_040)
+    assert (at["sequence_bytes"], at["allocated_sequence_bytes"]) == (999 * 23_040, 63 * 16 * 23_040)
     assert at["step_seconds"] is None  # no bandwidth was named
 
 
@@ -124,8 +124,8 @@ def test_latents_and_experts(
     assert 670e9 < plan["weights_parameters"] < 673e9
     bandwidth = plan["memory_bandwidth_bytes_per_second"]
     one, many = plan["batches"]
-    read_by_one = one["step_seconds"] * bandwidth - one["longest_context"] * 70_272
-    read_by_many = many["step_seconds"] * bandwidth - 4096 * many["longest_context"] * 70_272
+    read_by_one = one["step_seconds"] * bandwidth - (one["longest_context"] - 1) * 70_272
+    read_by_many = many["step_seconds"] * bandwidth - 4096 * (many["longest_context"] - 1) * 70_272
     assert read_by_one < 0.1 * plan["weights_bytes"]  # 8 of 256 experts, and what is no expert's
     embedding = 129280 * 7168 * 2 // 16
     assert read_by_many == pytest.approx(plan["weights_bytes"] - embedding)

@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model_runner.core.block_layout import BlockLayout
-from model_runner.core.capacity import Device, Plan, WeightsRead, fewest_devices, make_plan
+from model_runner.core.capacity import (
+    Device,
+    Plan,
+    WeightsRead,
+    cached_tokens,
+    fewest_devices,
+    make_plan,
+)
 from model_runner.core.kv_spec import KVCacheSpec
 
 GB = 10**9
@@ -51,15 +58,15 @@ def plan_of(
 
 
 def test_a_context_by_hand() -> None:
-    (at,) = plan_of(LLAMA_8B, 10 * 1024 * TOKEN + 5).contexts
-    assert (at.sequence_bytes, at.max_sequences) == (1024 * TOKEN, 10)
+    (at,) = plan_of(LLAMA_8B, 10 * 1024 * TOKEN + 5, contexts=(1025,)).contexts
+    assert (at.cached_tokens, at.sequence_bytes, at.max_sequences) == (1024, 1024 * TOKEN, 10)
     assert at.step_seconds == pytest.approx((16 * GB + 10 * 1024 * TOKEN) / (1000 * GB))
     assert at.tokens_per_second == pytest.approx(10 * 1000 * GB / (16 * GB + 10 * 1024 * TOKEN))
     assert at.half_ceiling_batch == pytest.approx(16 * GB / (1024 * TOKEN))
 
 
 def test_at_the_even_batch_half_of_the_ceiling_is_reached() -> None:
-    plan = plan_of(LLAMA_8B, 10 * GB)
+    plan = plan_of(LLAMA_8B, 10 * GB, contexts=(1025,))
     half = plan.contexts[0].half_ceiling_batch
     assert half is not None
     step = plan.device.step_seconds(plan.weights, 1, round(half * 1024 * TOKEN))
@@ -69,11 +76,11 @@ def test_at_the_even_batch_half_of_the_ceiling_is_reached() -> None:
 
 def test_what_plimsoll_keeps_aside_is_not_for_requests() -> None:
     budget = 16 * 16 * TOKEN  # sixteen blocks
-    at = plan_of(LLAMA_8B, budget, contexts=(16,), headroom_blocks=4).contexts[0]
+    at = plan_of(LLAMA_8B, budget, contexts=(17,), headroom_blocks=4).contexts[0]
     assert (at.max_sequences, at.max_sequences_allocated) == (16, 12)
     batch = plan_of(LLAMA_8B, budget, batches=(2,), headroom_blocks=4).batches[0]
-    assert (batch.longest_context, batch.longest_context_allocated) == (128, 96)
-    none = plan_of(LLAMA_8B, budget, contexts=(16,), headroom_blocks=40).contexts[0]
+    assert (batch.longest_context, batch.longest_context_allocated) == (129, 97)
+    none = plan_of(LLAMA_8B, budget, contexts=(17,), headroom_blocks=40).contexts[0]
     assert none.max_sequences_allocated == 0
 
 
@@ -117,9 +124,10 @@ def test_what_is_said_to_fit_fits_and_one_more_does_not(
     assert at.max_sequences_allocated is not None
     assert at.max_sequences * at.sequence_bytes <= budget < (at.max_sequences + 1) * at.sequence_bytes
     assert at.max_sequences_allocated <= at.max_sequences  # whole blocks are never less than what is needed
-    assert sequences * plan.spec.sequence_bytes(by.longest_context) <= budget
+    if by.longest_context:
+        assert sequences * plan.spec.sequence_bytes(cached_tokens(by.longest_context)) <= budget
     if by.longest_context < 131_072:
-        assert sequences * plan.spec.sequence_bytes(by.longest_context + 1) > budget
+        assert sequences * plan.spec.sequence_bytes(cached_tokens(by.longest_context + 1)) > budget
     assert by.longest_context_allocated is not None
     assert by.longest_context_allocated <= by.longest_context
 

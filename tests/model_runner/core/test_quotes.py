@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from model_runner.core.admission import AdmissionController, Admitted
 from model_runner.core.block_layout import BlockLayout
+from model_runner.core.capacity import Device, WeightsRead, make_plan
 from model_runner.core.dispatcher import Dispatcher, Submission
 from model_runner.core.pace import Pace
 from model_runner.core.quotes import price_by_group
@@ -43,10 +44,10 @@ class Ignoring:
     def engine_restarted(self) -> None: ...
 
 
-def door(layout: BlockLayout, num_blocks: int) -> Dispatcher:
+def door(layout: BlockLayout, num_blocks: int, max_num_seqs: int = 6) -> Dispatcher:
     admission = AdmissionController(
         num_blocks=num_blocks,
-        max_num_seqs=6,
+        max_num_seqs=max_num_seqs,
         max_queue_requests=3,
         max_queue_seconds=30.0,
         pace=Pace(0.1, 100.0),
@@ -128,6 +129,39 @@ def test_the_groups_prices_add_up(windows: list[int | None], block_size: int, wa
         layout.request_blocks(length, wanted.params.max_tokens, wanted.params.n) for length in lengths
     )
     assert sum(price.blocks for price in prices) == whole
+
+
+@given(windows, st.integers(1, 5), st.integers(1, 80), st.integers(2, 60), st.data())
+def test_capacity_counts_the_sequences_that_the_door_admits(
+    windows: list[int | None], block_size: int, num_blocks: int, context: int, data: st.DataObject
+) -> None:
+    layout = layout_with(windows, block_size)
+    plan = make_plan(
+        layout.needs("llama"),
+        layout,
+        WeightsRead(1),
+        Device(1),
+        kv_budget_bytes=num_blocks * layout.block_bytes,
+        contexts=(context,),
+        batches=(1, 3),
+        limit=LONGEST,
+    )
+    fit = plan.contexts[0].max_sequences_allocated
+    assert fit is not None
+    prompt = data.draw(st.integers(1, context - 1))
+    dispatcher = door(layout, num_blocks, max_num_seqs=fit + 2)
+    for _ in range(fit + 1):
+        wanted = submission([prompt], context - prompt, 1)
+        admitted = isinstance(dispatcher.quote(wanted, 1.0, longest=LONGEST).decision, Admitted)
+        assert admitted is (dispatcher.num_live < fit)
+        submit(dispatcher, wanted)
+    for batch in plan.batches:
+        longest = batch.longest_context_allocated
+        assert longest is not None
+        if longest:
+            assert batch.sequences * layout.request_blocks(1, max(longest - 1, 1)) <= num_blocks
+        if longest < LONGEST:
+            assert batch.sequences * layout.request_blocks(1, max(longest, 1)) > num_blocks
 
 
 def submit(dispatcher: Dispatcher, wanted: Submission) -> int | PlimsollError:
