@@ -34,6 +34,7 @@ TABLE: dict[type[errors.PlimsollError], tuple[int, str]] = {
     errors.QueueFull: (429, RATE_LIMIT),
     errors.WaitTooLong: (429, RATE_LIMIT),
     errors.QueueTimeout: (504, SERVER),
+    errors.TooManyConnections: (503, SERVER),
     errors.Draining: (503, SERVER),
     errors.Starting: (503, SERVER),
     errors.EngineRestarting: (503, SERVER),
@@ -73,6 +74,8 @@ def error_headers(error: errors.PlimsollError) -> dict[str, str]:
         return {"connection": "close"}  # the rest of the body is still on its way, and nobody will read it
     if isinstance(error, errors.EngineDied):
         return {"x-should-retry": "false"}  # it has been tried again here already
+    if isinstance(error, errors.TooManyConnections):
+        return {"connection": "close", **retry_headers(error.retry_after_seconds)}
     if isinstance(error, errors.LoadError):
         return retry_headers(error.retry_after_seconds)
     return {}
@@ -92,7 +95,7 @@ def json_response(body: object, status: int = 200, headers: dict[str, str] | Non
 
 
 def error_response(error: errors.PlimsollError, request_id: str) -> Response:
-    kind = Parting if isinstance(error, errors.RequestTooLarge) else Response
+    kind = Parting if isinstance(error, errors.RequestTooLarge | errors.TooManyConnections) else Response
     body = msgspec.json.encode(error_body(error, request_id))
     return kind(body, status_and_type(error)[0], error_headers(error), "application/json")
 

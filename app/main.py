@@ -14,13 +14,13 @@ from starlette.responses import Response
 
 from app.errors import error_response, http_error_response
 from app.metrics import Metrics
-from app.middleware import Authentication, RequestContext
+from app.middleware import Authentication, ConnectionLimit, RequestContext
 from app.preparation import ClientDisconnected, Preparation
 from app.routes.capacity import capacity_router
 from app.routes.completions import completions_router
 from app.routes.documentation import describe
 from app.routes.models import models_router
-from app.routes.operations import operations_router
+from app.routes.operations import OPERATIONS, operations_router
 from app.routes.services import Services
 from app.settings import Settings
 from app.version import plimsoll_version
@@ -56,6 +56,11 @@ def create_app(*, engine: AsyncEngine, tokenizer: Tokenizer, settings: Settings,
         redirect_slashes=False,
         middleware=[
             Middleware(RequestContext),
+            Middleware(
+                ConnectionLimit,
+                always_answered=OPERATIONS,
+                on_refusal=partial(metrics.decided, "rejected", Reason.TOO_MANY_CONNECTIONS.value, 0),
+            ),
             Middleware(
                 Authentication,
                 api_keys=settings.api_keys,

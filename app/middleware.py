@@ -6,11 +6,13 @@ import hmac
 import logging
 import re
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from app import logs
+from app.connection import FULL, too_many
 from app.errors import error_response, unforeseen
 from model_runner.errors import InvalidAPIKey
 
@@ -55,6 +57,27 @@ class RequestContext:
             if started:
                 raise
             await error_response(unforeseen(), request_id)(scope, receive, send_with_id)
+
+
+class ConnectionLimit:
+    """On a connection past the limit only what is `always_answered` is: probes and scrapes."""
+
+    def __init__(
+        self, app: ASGIApp, always_answered: Collection[str], on_refusal: Callable[[], None]
+    ) -> None:
+        self._app = app
+        self._always_answered = always_answered
+        self._on_refusal = on_refusal
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        limit = scope["state"].get(FULL) if scope["type"] == "http" else None
+        if limit is None or scope["path"] in self._always_answered:
+            await self._app(scope, receive, send)
+            return
+        error, request_id = too_many(limit), scope["state"]["request_id"]
+        self._on_refusal()
+        logs.refusal(request_id, error)
+        await error_response(error, request_id)(scope, receive, send)
 
 
 class Authentication:

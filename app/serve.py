@@ -15,6 +15,7 @@ import errno
 import ipaddress
 import logging
 import os
+import resource
 import signal
 import socket
 import time
@@ -26,7 +27,7 @@ from fastapi import FastAPI
 from prometheus_client import disable_created_metrics
 
 from app import logs
-from app.connection import Connection
+from app.connection import SPARE_CONNECTIONS, Connection
 from app.loading import LoadingReport
 from app.main import create_app
 from app.metrics import Metrics
@@ -45,6 +46,7 @@ _SAME_SIGNAL_SECONDS = 0.5
 _KEEP_ALIVE_SECONDS = 65  # longer than the usual proxies' 60 s: they, and not we, close idle connections
 # A client that reads nothing for so long is cut off: what has been made for it is kept in memory meanwhile.
 _STALLED_SECONDS = 60
+_OTHER_FILES = 128  # that the process may have open beside its connections: pipes, sockets, a model's files
 
 T = TypeVar("T")
 
@@ -79,7 +81,7 @@ async def _serve(settings: Settings, sockets: Sequence[socket.socket]) -> int:
             metrics.attach(engine)
             report.plan(settings, model)
             app = create_app(engine=engine, tokenizer=tokenizer, settings=settings, metrics=metrics)
-            async with _listening(app, sockets):
+            async with _listening(app, sockets, _room_for(settings.max_connections)):
                 _warn_if_open_to_all(settings, sockets)
                 await _unless(leaving, engine.wait_ready())
                 report.close()
@@ -134,7 +136,9 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def _listening(app: FastAPI, sockets: Sequence[socket.socket]) -> AsyncIterator[None]:
+async def _listening(
+    app: FastAPI, sockets: Sequence[socket.socket], max_connections: int
+) -> AsyncIterator[None]:
     """Open on entry; on exit, answers that are on their way get a few seconds to arrive."""
     config = uvicorn.Config(
         app,
@@ -144,6 +148,7 @@ async def _listening(app: FastAPI, sockets: Sequence[socket.socket]) -> AsyncIte
         log_config=None,
         access_log=False,
         server_header=False,
+        limit_concurrency=max_connections,
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=_FLUSH_SECONDS,
     )
@@ -183,6 +188,27 @@ def bind(host: str, port: int) -> list[socket.socket]:
     if missing is not None and not sockets:
         raise StartupError(_why_not(missing, host, port))
     return sockets
+
+
+def _room_for(connections: int) -> int:
+    """How many of so many connections the system's limit of open files allows; it is raised where it may be.
+
+    At the limit nothing could be accepted any more, not even a probe.
+    """
+    wanted = connections + SPARE_CONNECTIONS + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return connections
+    room = max(soft - SPARE_CONNECTIONS - _OTHER_FILES, 1)
+    may = f"this process may open {hard} files (ulimit -n)"
+    logs.event(
+        f"at most {room} connections are taken, not {connections}: {may}",
+        level=logging.WARNING,
+    )
+    return room
 
 
 def _bound(family: int, address: tuple[object, ...]) -> socket.socket:

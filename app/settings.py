@@ -242,6 +242,15 @@ class Settings:
         help="TCP port to listen on; 0 takes any free one.",
         known_as=("-p",),
     )
+    max_connections: int = option(
+        2048,
+        group=_SERVER,
+        metavar="N",
+        parse=integer(1, 1000000),
+        help="Most connections of clients, idle ones included. On one more, probes and /metrics are still "
+        "answered, and everything else with 503.",
+        known_as=("--limit-concurrency",),
+    )
     api_keys: tuple[str, ...] = option(
         (),
         flag="--api-key",

@@ -12,6 +12,7 @@ PlimsollError
 │   ├── QueueFull
 │   ├── WaitTooLong             the predicted wait is past the deadline
 │   ├── QueueTimeout            the deadline passed while it waited
+│   ├── TooManyConnections
 │   ├── Draining
 │   ├── Starting
 │   └── EngineRestarting
@@ -40,6 +41,7 @@ class Reason(StrEnum):
     QUEUE_FULL = "queue_full"
     WAIT_TOO_LONG = "wait_too_long"
     QUEUE_TIMEOUT = "queue_timeout"
+    TOO_MANY_CONNECTIONS = "too_many_connections"
     DRAINING = "draining"
     STARTING = "starting"
     ENGINE_RESTARTING = "engine_restarting"
@@ -122,6 +124,10 @@ class WaitTooLong(LoadError):
 
 class QueueTimeout(LoadError):
     reason = Reason.QUEUE_TIMEOUT
+
+
+class TooManyConnections(LoadError):
+    reason = Reason.TOO_MANY_CONNECTIONS
 
 
 class Draining(LoadError):

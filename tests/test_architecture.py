@@ -35,6 +35,7 @@ FLOORS: list[tuple[str, int]] = [
     ("app.assembly", 76),
     ("app.validation", 74),
     ("app.protocol", 72),
+    ("app.connection", 71),
     ("app.errors", 70),
     ("app.preparation", 68),
     ("app.loading", 66),

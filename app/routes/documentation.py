@@ -22,7 +22,7 @@ ERRORS = {
     413: "The body is over the limit.",
     429: "No room in the queue, or the wait would be too long. Retry-After says when to come back.",
     500: "A fault of the server.",
-    503: "Starting, restarting its engine, or shutting down. Retry-After says when to come back.",
+    503: "Starting, stopping, restarting its engine, or out of connections. Retry-After says how long.",
     504: "The deadline passed in the queue.",
 }
 RETRYABLE = (429, 503, 504)
@@ -72,6 +72,10 @@ def describe(app: FastAPI, *, has_keys: bool) -> dict[str, Any]:
     _, definitions = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF)
     components = schema.setdefault("components", {})
     components["schemas"] = {**definitions["$defs"], **components.get("schemas", {})}
+    for path, operations in schema["paths"].items():
+        if path.startswith("/v1/"):  # on a connection past the limit
+            for operation in operations.values():
+                operation["responses"].setdefault("503", _full(schema))
     if has_keys:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         for path, operations in schema["paths"].items():
@@ -79,6 +83,11 @@ def describe(app: FastAPI, *, has_keys: bool) -> dict[str, Any]:
                 for operation in operations.values():
                     operation["security"] = [{"key": []}]
     return schema
+
+
+def _full(schema: dict[str, Any]) -> dict[str, Any]:
+    full: dict[str, Any] = schema["paths"]["/v1/completions"]["post"]["responses"]["503"]
+    return full
 
 
 def _describe_error(status: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from app.version import plimsoll_version
 from model_runner.async_engine import EngineState
 from model_runner.errors import Draining, EngineRestarting, LoadError, Starting
 
+OPERATIONS = frozenset({"/healthz", "/readyz", "/health", "/version", "/metrics"})
 PROBE_RETRY_SECONDS = 1.0  # when a probe may look again
 
 # Merely full is ready: a queue is no reason to take a server out of its pool.

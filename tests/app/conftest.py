@@ -38,7 +38,12 @@ class Server:
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         config = uvicorn.Config(
-            self.app, http=Connection, log_level="error", ws="none", timeout_graceful_shutdown=2
+            self.app,
+            http=Connection,
+            log_level="error",
+            ws="none",
+            timeout_graceful_shutdown=2,
+            limit_concurrency=asked.max_connections,
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]})

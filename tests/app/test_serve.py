@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -20,7 +21,8 @@ import httpx
 import psutil
 import pytest
 
-from app.serve import bind, url_of
+from app.connection import SPARE_CONNECTIONS
+from app.serve import _OTHER_FILES, _room_for, bind, url_of
 from model_runner.errors import StartupError
 
 SCRIPT = Path(__file__).with_name("counting_server.py")
@@ -264,3 +266,23 @@ def test_a_client_that_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch)
 def test_an_address_that_is_not_ours(host: str, says: str) -> None:
     with pytest.raises(StartupError, match=says):
         bind(host, 0)
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "room", "raised"),
+    [
+        (1000, 1000, 1000 - SPARE_CONNECTIONS - _OTHER_FILES, None),
+        (1000, 100_000, 2048, 2048 + SPARE_CONNECTIONS + _OTHER_FILES),
+        (1000, resource.RLIM_INFINITY, 2048, 2048 + SPARE_CONNECTIONS + _OTHER_FILES),
+        (100_000, 100_000, 2048, None),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 2048, None),
+    ],
+)
+def test_connections_are_no_more_than_the_files_that_may_be_open(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, room: int, raised: int | None
+) -> None:
+    limits = [(soft, hard)]
+    monkeypatch.setattr(resource, "getrlimit", lambda what: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda what, both: limits.append(both))
+    assert _room_for(2048) == room
+    assert limits[-1] == (raised or soft, hard)

@@ -58,6 +58,7 @@ WRITTEN: dict[str, tuple[str, Any]] = {
     "max_concurrent_tokenizations": ("1", 1),
     "host": ("0.0.0.0", "0.0.0.0"),
     "port": ("0", 0),
+    "max_connections": ("100", 100),
     "api_keys": ("a, b", ("a", "b")),
     "engine_step_timeout": ("5s", 5.0),
     "shutdown_timeout": ("90", 90.0),
