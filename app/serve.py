@@ -14,13 +14,10 @@ import contextlib
 import errno
 import ipaddress
 import logging
-import os
 import resource
-import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
-from typing import NoReturn, TypeVar
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 import uvicorn
 from fastapi import FastAPI
@@ -28,6 +25,7 @@ from prometheus_client import disable_created_metrics
 
 from app import logs
 from app.connection import SPARE_CONNECTIONS, Connection
+from app.leaving import Leaving, leave_now, unless
 from app.loading import LoadingReport
 from app.main import create_app
 from app.metrics import Metrics
@@ -41,14 +39,10 @@ from model_runner.types import Ending
 
 # After the last request has ended: for answers that are still on their way to slow readers.
 _FLUSH_SECONDS = 5
-# One signal may come twice: `timeout` and terminals send it to the process and to its group.
-_SAME_SIGNAL_SECONDS = 0.5
 _KEEP_ALIVE_SECONDS = 65  # longer than the usual proxies' 60 s: they, and not we, close idle connections
 # A client that reads nothing for so long is cut off: what has been made for it is kept in memory meanwhile.
 _STALLED_SECONDS = 60
 _OTHER_FILES = 128  # that the process may have open beside its connections: pipes, sockets, a model's files
-
-T = TypeVar("T")
 
 
 def serve(settings: Settings) -> int:
@@ -68,34 +62,38 @@ def serve(settings: Settings) -> int:
 
 async def _serve(settings: Settings, sockets: Sequence[socket.socket]) -> int:
     began = time.monotonic()
-    leaving = _set_by_signals()
+    leaving = Leaving()
     metrics = LoggingMetrics(settings)
     engine = AsyncEngine(settings.engine_config(), settings.door_policy(), metrics)
     try:
         with LoadingReport(settings) as report:
-            planned = await _unless(leaving, _plan(engine, settings, report))
+            planned = await unless(leaving.asked, _plan(engine, settings, report))
             if planned is None:
                 await engine.close()
-                _leave_now("stopped while loading", 0)
+                leave_now("stopped while loading", 0)
             model, tokenizer = planned
             metrics.attach(engine)
             report.plan(settings, model)
             app = create_app(engine=engine, tokenizer=tokenizer, settings=settings, metrics=metrics)
             async with _listening(app, sockets, _room_for(settings.max_connections)):
                 _warn_if_open_to_all(settings, sockets)
-                await _unless(leaving, engine.wait_ready())
+                await unless(leaving.asked, engine.wait_ready())
                 report.close()
-                if not leaving.is_set():
+                if not leaving.asked.is_set():
                     load_seconds = round(time.monotonic() - began, 1)
                     logs.event(f"Plimsoll is ready on {url_of(sockets)}", load_seconds=load_seconds)
-                if await _unless(leaving, _failure(engine)):
+                if await unless(leaving.asked, _failure(engine)):
                     raise StartupError("the engine died, and a new one could not be started.")
                 logs.event("draining", timeout_seconds=settings.shutdown_timeout)
-                await engine.drain(settings.shutdown_timeout)
+                await unless(leaving.hurried, engine.drain(settings.shutdown_timeout))
+                if leaving.hurried.is_set():
+                    await engine.drain(0)
+            if leaving.hurried.is_set():
+                leave_now("stopped in a hurry", leaving.exit_code)
     finally:
         await engine.close()
     logs.event("stopped")
-    return 0
+    return leaving.exit_code
 
 
 async def _plan(
@@ -249,48 +247,3 @@ def _warn_if_open_to_all(settings: Settings, sockets: Sequence[socket.socket]) -
     addresses = [ipaddress.ip_address(each.getsockname()[0].partition("%")[0]) for each in sockets]
     if not settings.api_keys and not all(address.is_loopback for address in addresses):
         logs.event("whoever can reach the port can use it: no --api-key is set", level=logging.WARNING)
-
-
-# Leaving
-
-
-def _set_by_signals() -> asyncio.Event:
-    """Set by the first SIGTERM, SIGINT or SIGHUP (a terminal that closes; under nohup that stays ignored).
-    The second ends the process at once, and the engine with it."""
-    leaving = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    first = 0.0
-
-    def on_signal(received: signal.Signals) -> None:
-        nonlocal first
-        if not leaving.is_set():
-            first = loop.time()
-            leaving.set()
-        elif loop.time() - first > _SAME_SIGNAL_SECONDS:
-            _leave_now(f"second signal ({received.name}): leaving at once", 128 + received)
-
-    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(each) is signal.SIG_IGN and each is signal.SIGHUP:
-            continue
-        loop.add_signal_handler(each, on_signal, each)
-    return leaving
-
-
-def _leave_now(why: str, code: int) -> NoReturn:
-    """Without waiting for anything, not even for threads: a download can't be interrupted otherwise."""
-    logs.event(why)
-    logging.shutdown()
-    os._exit(code)
-
-
-async def _unless(event: asyncio.Event, work: Awaitable[T]) -> T | None:
-    """The result of `work`, or None when the event comes first; `work` is cancelled then."""
-    working = asyncio.ensure_future(work)
-    waiting = asyncio.ensure_future(event.wait())
-    try:
-        await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
-    finally:
-        for each in (working, waiting):
-            each.cancel()
-        await asyncio.gather(working, waiting, return_exceptions=True)

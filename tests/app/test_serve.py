@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import json
@@ -22,6 +23,7 @@ import psutil
 import pytest
 
 from app.connection import SPARE_CONNECTIONS
+from app.leaving import Leaving
 from app.serve import _OTHER_FILES, _room_for, bind, url_of
 from model_runner.errors import StartupError
 
@@ -194,21 +196,70 @@ def test_what_outlasts_the_shutdown_timeout_is_ended_clearly() -> None:
         server.said("request ended .*reason=abort .*cause=shutdown")
 
 
-def test_a_second_signal_ends_it_at_once() -> None:
-    with running(knobs={"step_seconds": 0.05}) as server, httpx.Client() as client:
+def test_a_second_signal_ends_every_stream_clearly_and_soon() -> None:
+    with running(knobs={"step_seconds": 0.05}) as server, contextlib.ExitStack() as stack:
         url = server.url()
         engine = psutil.Process(server.process.pid).children()[0]
-        with client.stream("POST", f"{url}/v1/completions", json=asked(900, stream=True)) as response:
-            events = response.iter_lines()  # kept, for the stream is closed with it
-            next(events)
-            server.process.send_signal(signal.SIGINT)
-            server.said("draining")
-            server.process.send_signal(signal.SIGINT)  # the same, told twice
-            time.sleep(0.7)
-            assert server.alive()
-            server.process.send_signal(signal.SIGINT)
-            assert server.ended(10) == 128 + signal.SIGINT
+        streams = []
+        for _ in range(3):
+            ask = httpx.stream("POST", f"{url}/v1/completions", json=asked(300, stream=True), timeout=30)
+            streams.append(stack.enter_context(ask).iter_lines())
+            next(streams[-1])
+        server.process.send_signal(signal.SIGINT)
+        server.said("draining")
+        server.process.send_signal(signal.SIGINT)  # the same, told twice
+        time.sleep(0.7)
+        assert server.alive()
+        server.process.send_signal(signal.SIGINT)
+        for events in streams:
+            last = [line for line in events if line.startswith("data: ")][-1]
+            assert json.loads(last[6:])["error"]["code"] == "draining"
+        assert server.ended(10) == 128 + signal.SIGINT
+        assert sum("reason=abort" in line and "cause=shutdown" in line for line in server.lines) == 3
         engine.wait(10)
+
+
+def test_who_is_slow_holds_up_nobody_in_a_hurry() -> None:
+    """A body that doesn't come: after one signal it is waited for, after two for a second at most."""
+    with running() as server:
+        url = httpx.URL(server.url())
+        with socket.create_connection((url.host, url.port or 0)) as slow:
+            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n")
+            time.sleep(0.2)
+            server.process.send_signal(signal.SIGTERM)
+            server.said("draining")
+            time.sleep(0.7)
+            server.process.send_signal(signal.SIGTERM)
+            assert server.ended(10) == 128 + signal.SIGTERM
+            server.said("leaving, though not all is told")
+
+
+def test_a_third_signal_ends_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    exits: list[tuple[str, int]] = []
+    monkeypatch.setattr("app.leaving.leave_now", lambda why, code: exits.append((why, code)))
+
+    async def scenario() -> None:
+        leaving = Leaving()
+        monkeypatch.setattr("app.leaving._HURRY_SECONDS", 60.0)
+        loop = asyncio.get_running_loop()
+        times = iter([100.0, 100.1, 101.0, 101.1, 101.6])
+        monkeypatch.setattr(loop, "time", lambda: next(times))
+        monkeypatch.setattr(loop, "call_later", lambda *_: None)
+        steps = []
+        for _ in range(5):
+            leaving._on_signal(signal.SIGTERM)
+            steps.append((leaving.asked.is_set(), leaving.hurried.is_set(), len(exits)))
+        monkeypatch.undo()
+        assert steps == [
+            (True, False, 0),
+            (True, False, 0),  # the same, told twice
+            (True, True, 0),
+            (True, True, 0),
+            (True, True, 1),
+        ]
+
+    asyncio.run(scenario())
+    assert exits == [("third signal (SIGTERM): leaving at once", 128 + signal.SIGTERM)]
 
 
 def test_an_engine_that_cannot_start_is_one_message_and_exit_1(tmp_path: Path) -> None:
