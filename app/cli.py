@@ -20,6 +20,7 @@ A language model behind the OpenAI HTTP API, with every byte of its KV cache pri
 commands:
   serve      serve a model; without options, the embedded one on http://127.0.0.1:8000
   bench      measure any OpenAI-compatible server under load
+  health     whether the server that runs here is well
   plan       what a model needs, and how much of it fits a device, before anything runs
 
 `plimsoll COMMAND --help` explains a command's options. `plimsoll --version` says which version this is.
@@ -73,7 +74,18 @@ def _plan(words: list[str]) -> int:
     return plan(words)
 
 
-_COMMANDS: dict[str, Callable[[list[str]], int]] = {"serve": _serve, "bench": _bench, "plan": _plan}
+def _health(words: list[str]) -> int:
+    from app.health import health
+
+    return health(words)
+
+
+_COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "serve": _serve,
+    "bench": _bench,
+    "health": _health,
+    "plan": _plan,
+}
 
 
 def _complain(message: str, code: int) -> int:

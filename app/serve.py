@@ -25,6 +25,7 @@ from prometheus_client import disable_created_metrics
 
 from app import logs
 from app.connection import SPARE_CONNECTIONS, Connection
+from app.health import noted
 from app.leaving import Leaving, leave_now, unless
 from app.loading import LoadingReport
 from app.main import create_app
@@ -157,7 +158,8 @@ async def _listening(
         if task.done() and (error := task.exception()) is not None:
             raise StartupError(f"cannot listen on {url_of(sockets)}: {error}.") from error
     try:
-        yield
+        with noted(sockets[0].getsockname()[:2]):
+            yield
     finally:
         server.should_exit = True
         await task

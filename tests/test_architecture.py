@@ -39,6 +39,7 @@ FLOORS: list[tuple[str, int]] = [
     ("app.errors", 70),
     ("app.preparation", 68),
     ("app.loading", 66),
+    ("app.health", 66),
     ("app.leaving", 66),
     ("app.metrics", 66),
     ("app.logs", 64),

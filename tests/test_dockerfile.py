@@ -26,6 +26,12 @@ def test_it_is_multi_stage_and_unprivileged() -> None:
         assert promise in final
 
 
+def test_its_health_does_not_hang_on_a_port() -> None:
+    """The command line may name another than the environment."""
+    (line,) = re.findall(r"^HEALTHCHECK .*$", DOCKERFILE.read_text(), flags=re.MULTILINE)
+    assert line.endswith('CMD ["plimsoll", "health"]')
+
+
 def test_what_it_copies_exists() -> None:
     for source in re.findall(r"^COPY (?!--from)(.+) \S+$", DOCKERFILE.read_text(), flags=re.MULTILINE):
         for name in source.split():
