@@ -13,6 +13,7 @@ from model_runner import engine_process, model_files
 from model_runner.config import EngineConfig
 from model_runner.core.block_layout import BlockLayout
 from model_runner.core.kv_spec import KVCacheSpec
+from model_runner.core.weights import WeightsRead
 from model_runner.engine import EngineCore
 from model_runner.engine_process import BuiltEngine
 from model_runner.errors import DoesNotFit
@@ -22,7 +23,7 @@ from model_runner.worker import machine, memory, warmup
 from model_runner.worker.accelerate import accelerate
 from model_runner.worker.attention import PagedAttention
 from model_runner.worker.kv_cache import allocate_kv_cache
-from model_runner.worker.loader import Source, load_model, read_source, weights_bytes
+from model_runner.worker.loader import Source, load_model, read_source, weights
 from model_runner.worker.memory import Plan
 from model_runner.worker.model_config import resolved
 from model_runner.worker.runner import ModelRunner
@@ -44,7 +45,8 @@ class _Choices:
     device: torch.device
     dtype: torch.dtype
     layout: BlockLayout
-    weights_bytes: int
+    weights: WeightsRead
+    weights_parameters: int
     num_threads: int
 
 
@@ -112,12 +114,14 @@ def _choose(config: EngineConfig, on_progress: OnProgress) -> _Choices:
     dtype = machine.choose_dtype(config.dtype, device, source.config.dtype)
     spec = KVCacheSpec.from_config(resolved(source.config), kv_dtype=str(dtype).removeprefix("torch."))
     layout = BlockLayout.from_spec(spec, block_size=config.block_size)
+    read, parameters = weights(source, dtype)
     return _Choices(
         source=source,
         device=device,
         dtype=dtype,
         layout=layout,
-        weights_bytes=weights_bytes(source, dtype),
+        weights=read,
+        weights_parameters=parameters,
         num_threads=machine.choose_num_threads(config.num_threads),
     )
 
@@ -127,13 +131,13 @@ def _plan_on_cpu(config: EngineConfig, chosen: _Choices) -> Plan:
     context = chosen.source.context
     kv_bytes = config.kv_cache_memory_bytes
     if kv_bytes is None:
-        share = memory.cpu_kv_bytes(config, available, chosen.weights_bytes)
+        share = memory.cpu_kv_bytes(config, available, chosen.weights.total_bytes)
         longest = memory.plan(config, chosen.layout, share, context).max_model_len
         kv_bytes = min(share, memory.ample_kv_bytes(config, chosen.layout, longest))
-    elif chosen.weights_bytes + kv_bytes > available:
+    elif chosen.weights.total_bytes + kv_bytes > available:
         raise DoesNotFit(
-            f"The weights ({size(chosen.weights_bytes)}) and --kv-cache-memory {size(kv_bytes)} together are "
-            f"more than the {size(available)} of memory available."
+            f"The weights ({size(chosen.weights.total_bytes)}) and --kv-cache-memory {size(kv_bytes)} "
+            f"together are more than the {size(available)} of memory available."
         )
     return memory.plan(config, chosen.layout, kv_bytes, context)
 
@@ -180,7 +184,9 @@ def _model_info(chosen: _Choices, plan: Plan) -> ModelInfo:
         layout=chosen.layout,
         num_blocks=plan.num_blocks,
         headroom_blocks=plan.headroom_blocks,
-        weights_bytes=chosen.weights_bytes,
+        weights=chosen.weights,
+        weights_parameters=chosen.weights_parameters,
+        model_type=chosen.source.config.model_type,
         num_threads=chosen.num_threads,
     )
 

@@ -11,6 +11,7 @@ from typing import TypeAlias
 import msgspec
 
 from model_runner.core.block_layout import BlockLayout
+from model_runner.core.weights import WeightsRead
 from model_runner.types import ChoiceOutput, SamplingParams, StepStats
 
 
@@ -50,8 +51,14 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     layout: BlockLayout
     num_blocks: int  # that requests may reserve
     headroom_blocks: int  # kept aside, once per engine, for sliding layers' prefill chunk in flight
-    weights_bytes: int
+    weights: WeightsRead
+    weights_parameters: int
+    model_type: str
     num_threads: int = 1
+
+    @property
+    def weights_bytes(self) -> int:
+        return self.weights.total_bytes
 
     @property
     def kv_budget_bytes(self) -> int:

@@ -11,29 +11,20 @@ from typing import Any
 
 from app.options import UsageError
 from app.plan.options import PlanOptions, load_options
-from app.plan.report import Report, as_json, as_table
+from app.plan.report import Report, as_json, as_table, quantisation_note
 from app.settings import Settings
 from model_runner.core.block_layout import BlockLayout
-from model_runner.core.capacity import Device, WeightsRead, fewest_devices, make_plan
+from model_runner.core.capacity import Device, fewest_devices, make_plan
 from model_runner.core.kv_dtypes import KV_DTYPES
 from model_runner.core.kv_spec import KVCacheSpec
+from model_runner.core.weights import WeightsRead, read_experts
 from model_runner.errors import DoesNotFit, ModelNotPriced, ModelNotServable, StartupError
 from model_runner.sizes import format_size
 
 _DESCRIBE_SECONDS = 300.0
 _SHORTEST_CONTEXT = 1024
 _UNKNOWN_CONTEXT = 131_072  # where the configuration names no longest context
-# How configurations spell the number of routed experts, and how many of them a token uses.
-_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
-_USED = (
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "experts_per_token",
-    "top_k_experts",
-    "moe_topk",
-    "moe_top_k",
-    "moe_k",
-)
+_PARTS = ("", "expert_", "unread_")  # of the weights: all, and two that are not read at each step
 
 
 def plan(argv: Sequence[str]) -> int:
@@ -78,15 +69,17 @@ def make_report(options: PlanOptions, model: dict[str, Any]) -> Report:
     kept_in = _kept_in(options, model["weights"], dtype)
     kv_dtype = dtype if options.kv_dtype == "auto" else options.kv_dtype
     spec = _price(config, kv_dtype, dtype, ranks)
-    weights = _weights(model["weights"], config, kept_in, ranks)
+    weights = _weights(model["weights"], config, kept_in, dtype, ranks)
     limit = _longest_context(config)
     contexts = options.context or _contexts(limit)
     usable = int(card.memory_bytes * options.gpu_memory_utilization) - options.overhead
     if usable <= weights.total_bytes:
-        whole = _weights(model["weights"], config, kept_in, 1).total_bytes
+        whole = _weights(model["weights"], config, kept_in, dtype, 1).total_bytes
         price = partial(_price, config, kv_dtype, dtype)
         enough = fewest_devices(whole, usable, min(contexts), price)
-        raise DoesNotFit(_no_room(options, weights.total_bytes, usable, min(contexts), enough))
+        message = _no_room(options, weights.total_bytes, usable, min(contexts), enough)
+        assumed = quantisation_note(model["weights"], kept_in)
+        raise DoesNotFit(f"{message} {assumed}".strip())
     layout, why_not = _layout(model, spec, options.block_size)
     bandwidth = options.memory_bandwidth or card.bandwidth or None
     made = make_plan(
@@ -119,41 +112,49 @@ def _runs_in(options: PlanOptions, model: dict[str, Any]) -> str:
 
 
 def _kept_in(options: PlanOptions, described: dict[str, Any], dtype: str) -> str:
-    """An element type, or `stored`: the bytes that the files have."""
+    """An element type; `stored`: the bytes that the files have; or `packed`: as the configuration tells."""
     stored = described["stored_bytes"] is not None
     if options.dtype == "stored":
         if not stored:
             raise StartupError("--dtype stored: there are no files that say how the weights are stored.")
         return "stored"
-    return "stored" if options.dtype == "auto" and stored and described["source"] != "gguf" else dtype
+    if options.dtype != "auto":
+        return dtype
+    if described["packing"] and not stored:
+        return "packed"
+    return "stored" if stored and described["source"] != "gguf" else dtype
 
 
-def _weights(described: dict[str, Any], config: dict[str, Any], kept_in: str, ranks: int) -> WeightsRead:
-    """Of one device, which holds an equal share of every tensor."""
-    experts, used = (
-        next((int(config[name]) for name in names if isinstance(config.get(name), int)), 0)
-        for names in (_EXPERTS, _USED)
-    )
-    numbers = [described[f"{part}parameters"] for part in ("", "expert_", "embedding_")]
-    if kept_in != "stored":
-        sizes = [number * KV_DTYPES[kept_in].bits // 8 for number in numbers]
-    else:
+def _weights(
+    described: dict[str, Any], config: dict[str, Any], kept_in: str, dtype: str, ranks: int
+) -> WeightsRead:
+    """Of one device, which holds an equal share of every tensor. What is not packed is kept in `dtype`."""
+    numbers = [described[f"{part}parameters"] for part in _PARTS]
+    if kept_in == "stored":
         total = described["stored_bytes"]
-        parts = [described[f"stored_{part}_bytes"] for part in ("expert", "embedding")]
         # An index tells the total alone: the parts are then in proportion to their numbers.
         sizes = [
-            total,
-            *(
-                total * number // max(numbers[0], 1) if part is None else part
-                for part, number in zip(parts, numbers[1:], strict=True)
-            ),
+            total * number // max(numbers[0], 1) if size is None else size
+            for number, size in zip(
+                numbers, (described[f"stored_{part}bytes"] for part in _PARTS), strict=True
+            )
         ]
+    elif kept_in == "packed":
+        element_bits = KV_DTYPES[dtype].bits
+        sizes = [
+            described[f"packed_{part}bytes"]
+            + (number - described[f"packed_{part}parameters"]) * element_bits // 8
+            for number, part in zip(numbers, _PARTS, strict=True)
+        ]
+    else:
+        sizes = [number * KV_DTYPES[kept_in].bits // 8 for number in numbers]
+    experts, used = read_experts(config)
     return WeightsRead(
         total_bytes=-(-sizes[0] // ranks),
         expert_bytes=sizes[1] // ranks,
-        experts=experts if used else 0,
+        experts=experts,
         experts_per_token=used,
-        embedding_bytes=sizes[2] // ranks,
+        unread_bytes=sizes[2] // ranks,
     )
 
 

@@ -78,8 +78,8 @@ class PlanOptions:
         metavar="TYPE",
         parse=choice("auto", "float32", "bfloat16", "float16", "stored"),
         help="What the weights are kept in: float32, bfloat16, float16, or stored, as the files have them. "
-        "auto is stored where there are safetensors, else what the config says; a .gguf file is dequantised "
-        "to bfloat16.",
+        "auto is stored where there are safetensors, else what the config says, packed where it tells how; a "
+        ".gguf file is dequantised to bfloat16.",
     )
     kv_dtype: str = option(
         "auto",

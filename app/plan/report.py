@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ class Report:
     model: str
     device: str
     stored: dict[str, Any]  # as model_description.Weights
-    dtype: str  # what the weights are kept in, or "stored"
+    dtype: str  # what the weights are kept in, "stored", or "packed"
     longest_context: int  # the model's
     plan: Plan
     why_not_served: str  # "" when Plimsoll serves it
@@ -42,6 +42,10 @@ def as_json(report: Report) -> str:
         "weights_counted_from": report.stored["source"],
         "weights_dtype": report.dtype,
         "weights_quantisation": report.stored["quantisation"],
+        "weights_packing": report.stored["packing"] if report.dtype == "packed" else None,
+        "weights_expert_bytes": plan.weights.expert_bytes,
+        "weights_unread_bytes": plan.weights.unread_bytes,
+        "weights_uncounted": list(report.stored["uncounted"]),
         "headroom_blocks": plan.headroom_blocks if plan.layout is not None else None,
         **capacity_fields(plan, report.why_not_served),
     }
@@ -81,6 +85,8 @@ def _facts(report: Report) -> str:
 
 
 def _weights_type(report: Report) -> str:
+    if report.dtype == "packed":
+        return f"{report.stored['quantisation']}: {report.stored['packing']}"
     return "the stored types" if report.dtype == "stored" else report.dtype
 
 
@@ -150,10 +156,20 @@ def _notes(report: Report) -> str:
     notes = []
     if report.why_not_served:
         notes.append(textwrap.fill(report.why_not_served, 98))
-    if report.stored["quantisation"] and report.dtype != "stored":
+    if assumed := quantisation_note(report.stored, report.dtype):
+        notes.append(textwrap.fill(assumed, 98))
+    if uncounted := report.stored["uncounted"]:
         notes.append(
-            f"The configuration says that the weights are quantised ({report.stored['quantisation']}); here "
-            f"they are counted in\n{report.dtype}: only their files' headers would tell what they take."
+            textwrap.fill(
+                f"Not counted in the weights, because its size can't be told from the configuration: what "
+                f"{', '.join(uncounted)} describes. The headers of the model's files would tell.",
+                98,
+            )
+        )
+    if report.plan.weights.unread_bytes:
+        notes.append(
+            f"Of the weights, {format_size(report.plan.weights.unread_bytes)} are held and not read by a "
+            f"step: {', '.join(report.stored['unread'])}."
         )
     if any(at.context > report.longest_context for at in report.plan.contexts):
         notes.append(
@@ -174,6 +190,25 @@ def _notes(report: Report) -> str:
             "those that any of its tokens uses, drawn evenly."
         )
     return "\n".join(notes)
+
+
+def quantisation_note(stored: Mapping[str, Any], kept_in: str) -> str:
+    """What was taken for granted of weights that the configuration says are quantised; "" where nothing."""
+    method = stored["quantisation"]
+    if not method or kept_in == "stored":
+        return ""
+    says = f"The configuration says that the weights are quantised ({method})"
+    if kept_in == "packed":
+        return (
+            f"{says}, and there are no files to measure: counted at {stored['packing']}, and what is not "
+            "packed as the model runs."
+        )
+    if stored["packing"]:
+        return f"{says}; here they are counted in {kept_in}, as was asked."
+    return (
+        f"{says} in a way that it does not tell the size of; here they are counted in {kept_in}: only the "
+        "files' headers would tell what they take."
+    )
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> str:

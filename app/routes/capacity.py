@@ -18,7 +18,7 @@ from app.routes.services import Services
 from app.validation import Limits, ValidRequest
 from model_runner.async_engine import Submission
 from model_runner.core.admission import Admitted, Queued
-from model_runner.core.capacity import Device, Plan, WeightsRead, make_plan
+from model_runner.core.capacity import Device, Plan, make_plan
 from model_runner.core.quotes import Quote
 from model_runner.errors import InvalidRequest, LoadError
 from model_runner.messages import ModelInfo
@@ -77,7 +77,7 @@ def _capacity(services: Services) -> dict[str, Any]:
     return {
         "object": "capacity",
         "model": services.settings.served_model_name,
-        "model_type": model.architecture,
+        "model_type": model.model_type,
         "device": model.device,
         "device_memory_bytes": None,
         "memory_bandwidth_bytes_per_second": None,
@@ -97,9 +97,9 @@ def _capacity(services: Services) -> dict[str, Any]:
 def _plan(model: ModelInfo) -> Plan:
     longest = model.max_model_len
     return make_plan(
-        model.layout.needs(model.architecture),
+        model.layout.needs(model.model_type),
         model.layout,
-        WeightsRead(model.weights_bytes),
+        model.weights,
         Device(model.weights_bytes + model.kv_budget_bytes),
         kv_budget_bytes=model.kv_budget_bytes,
         contexts=(*(context for context in _CONTEXTS if context < longest), longest),

@@ -5,8 +5,8 @@ at a context c, on one device:
 
     step seconds ≥ (weights(b) + b · cache(c)) / bandwidth        tokens/s ≤ b / step seconds
 
-The batch pays while weights outweigh the caches: at b = weights / cache(c) half of the ceiling that bandwidth
-/ cache(c) sets is reached, and doubling the batch brings less and less.
+The batch pays while weights outweigh the caches: where b · cache(c) = weights(b), half of the ceiling that
+bandwidth / cache(c) sets is reached, and doubling the batch brings less and less.
 
 A **context** is what a request asks for, prompt and answer together; its last token is drawn and never
 written, so a sequence at context c caches c - 1 tokens. That is the lifetime which the door prices
@@ -20,10 +20,9 @@ from dataclasses import dataclass
 
 from model_runner.core.block_layout import BlockLayout
 from model_runner.core.kv_spec import KVCacheSpec
+from model_runner.core.weights import WeightsRead
 from model_runner.errors import ModelNotPriced
 
-# A batch that reads every expert.
-_MANY = 1 << 20
 # No one looks for a fit among more devices.
 _MOST_RANKS = 1024
 
@@ -32,28 +31,6 @@ def cached_tokens(context: int) -> int:
     """What a sequence of `context` tokens, prompt and answer, has in the cache at its end. The least that can
     be asked for is a prompt of one token, which is cached."""
     return max(1, context - 1)
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsRead:
-    """Bytes of weights on one device. `expert_bytes` of them belong to `experts` routed experts a layer, of
-    which each token uses `experts_per_token`; `embedding_bytes` are an input embedding, of which a step reads
-    one row for each token: nothing beside the rest."""
-
-    total_bytes: int
-    expert_bytes: int = 0
-    experts: int = 0
-    experts_per_token: int = 0
-    embedding_bytes: int = 0
-
-    def step_bytes(self, batch: int) -> int:
-        """Bytes that a step of `batch` tokens reads, if each token's experts are drawn evenly: an expert is
-        left unread with probability (1 - experts_per_token / experts) ^ batch."""
-        read = self.total_bytes - self.embedding_bytes
-        if not self.experts or not self.expert_bytes:
-            return read
-        unread = (1 - min(self.experts_per_token / self.experts, 1)) ** batch
-        return read - int(self.expert_bytes * unread)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +101,7 @@ class Plan:
             assert self.num_blocks is not None
             most_allocated = self.layout.max_sequences(tokens, self.num_blocks)
         step, speed = self._speed(most, need)
-        half = self.weights.step_bytes(_MANY) / need if need else None
+        half = half_ceiling_batch(self.weights, need) if need else None
         return AtContext(context, tokens, need, allocated, most, most_allocated, step, speed, half)
 
     def at_batch(self, sequences: int, limit: int) -> AtBatch:
@@ -144,6 +121,20 @@ class Plan:
             return None, None
         step = self.device.step_seconds(self.weights, batch, sequence_bytes)
         return step, None if step is None else batch / step
+
+
+def half_ceiling_batch(weights: WeightsRead, sequence_bytes: int) -> float:
+    """The batch b whose caches weigh as much as the weights that it reads: b · sequence_bytes =
+    weights.step_bytes(b).
+
+    Of a mixture of experts, a larger batch reads more of them, with less and less that is new: step_bytes
+    bends down, so the caches overtake it once and for all.
+    """
+    low, high = 0.0, weights.total_bytes / sequence_bytes
+    while high - low > 1e-9 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if middle * sequence_bytes < weights.step_bytes(middle) else (low, middle)
+    return high
 
 
 def _context_of(tokens: int, limit: int) -> int:

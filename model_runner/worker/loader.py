@@ -16,10 +16,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
+from model_runner.core.weights import WeightsRead
 from model_runner.errors import DoesNotFit, ModelNotServable
 from model_runner.model_files import ModelFiles
 from model_runner.tokenizer.gguf import load_definition
 from model_runner.worker.gguf_cache import GGUFCache
+from model_runner.worker.weight_parts import weights_read
 
 logger = logging.getLogger(__name__)
 
@@ -96,22 +98,21 @@ def _eos_token_ids(config: PreTrainedConfig, folder: Path | None) -> tuple[int, 
     return tuple(declared) if isinstance(declared, list) else (declared,)
 
 
-def weights_bytes(source: Source, dtype: torch.dtype) -> int:
-    """What the weights will take in memory in `dtype`, tied ones counted once. Nothing is loaded."""
+def weights(source: Source, dtype: torch.dtype) -> tuple[WeightsRead, int]:
+    """What the weights will take in memory in `dtype`, tied ones counted once; and how many numbers they are.
+    Nothing is loaded."""
     model = skeleton(source.config, dtype)
-    return sum(parameter.nbytes for parameter in model.parameters())
+    return weights_read(model), sum(parameter.numel() for parameter in model.parameters())
 
 
-def skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> nn.Module:
-    """The model without its weights. Raises ModelNotServable when transformers has no decoder for it."""
+def skeleton(config: PreTrainedConfig, dtype: torch.dtype, auto: Any = AutoModelForCausalLM) -> nn.Module:
+    """The model without its weights. Raises ModelNotServable when transformers has no such model for it."""
     try:
         with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config, dtype=dtype, trust_remote_code=False
-            )
-    except (ValueError, TypeError, AttributeError) as error:
+            model: nn.Module = auto.from_config(config, dtype=dtype, trust_remote_code=False)
+    except (ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError, ImportError) as error:
         # transformers' own words go on to list every class it has.
-        reason = str(error).split(" Model type should be one of")[0].splitlines()[0]
+        reason = str(error).split(" Model type should be one of")[0].strip().partition("\n")[0]
         raise ModelNotServable(
             f"transformers has no causal language model for {config.model_type!r}: {reason}"
         ) from error

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,19 +21,25 @@ from httpx2 import HTTPError
 from huggingface_hub import get_safetensors_metadata, hf_hub_download
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, NotASafetensorsRepoError
 from safetensors import SafetensorError, safe_open
-from torch import float32
-from transformers import AutoConfig, PreTrainedConfig
+from torch import float32, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    PreTrainedConfig,
+)
 
 from model_runner import model_files
+from model_runner.core.packing import Packing, find_packing, method_of
 from model_runner.errors import ModelNotServable, StartupError
 from model_runner.worker.loader import read_source, skeleton
 from model_runner.worker.model_config import UNREADABLE, reason_of, resolved
+from model_runner.worker.weight_parts import UNREAD, Part, is_of_tower, parts, total
 
-# A parameter that belongs to one of a layer's routed experts, or holds all of them stacked.
-_EXPERT = re.compile(r"(^|\.)(experts|switch_mlp)\.|_exps\.")
-# Of an input embedding a step reads a row for each token; tied to the output, it is read whole.
-_EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in|embeddings?|token_embd)\.weight$")
-_OUTPUT = re.compile(r"(^|\.)(lm_head|embed_out|output)\.weight$")
+logger = logging.getLogger(__name__)
+
+# Where transformers keeps models that read more than text.
+_WHOLE = (AutoModelForMultimodalLM, AutoModelForImageTextToText)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +49,28 @@ class Weights:
     source: str  # safetensors | gguf | config
     parameters: int
     expert_parameters: int  # those of routed experts, of which a token uses some
-    embedding_parameters: int = 0  # of an input embedding that is not the output's too
+    unread_parameters: int = 0  # held, and not read by a decode step
+    unread: tuple[str, ...] = ()  # what those are
+    uncounted: tuple[str, ...] = ()  # fields of the configuration, of parts whose size is not known
     stored_bytes: int | None = None  # as the files have them; None where there are none
     stored_expert_bytes: int | None = None  # None where only an index was there
-    stored_embedding_bytes: int | None = None
+    stored_unread_bytes: int | None = None
     quantisation: str | None = None  # the method, where the checkpoint is quantised
+    packing: str | None = None  # what a packed weight takes, where the configuration tells
+    packed_parameters: int = 0  # of `parameters`, those that the method packs
+    packed_bytes: int = 0  # what those take
+    packed_expert_parameters: int = 0
+    packed_expert_bytes: int = 0
+    packed_unread_parameters: int = 0
+    packed_unread_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """Of a file's header."""
+    """Of a file's header, or of a model that has none: then `size` is what it is packed into, if it is."""
 
     elements: int
-    size: int  # bytes
+    size: int | None  # bytes
 
 
 def describe(model: str, cache_dir: str) -> dict[str, Any]:
@@ -78,7 +94,7 @@ def describe(model: str, cache_dir: str) -> dict[str, Any]:
         weights = _of_folder(path, config, quantisation)
     elif path.is_file():
         config, quantisation = _read_config(path)
-        weights = replace(_count(config), quantisation=quantisation)
+        weights = _count(config, quantisation)
     elif path.suffix == ".json" or not model_files.is_hub_id(model):
         raise StartupError(f"There is no file or directory {model}.")
     else:
@@ -86,8 +102,8 @@ def describe(model: str, cache_dir: str) -> dict[str, Any]:
     return {"name": model, "config": resolved(config), "weights": asdict(weights)}
 
 
-def _read_config(path: Path) -> tuple[PreTrainedConfig, str | None]:
-    """The configuration, and the method by which the weights are quantised, if they are: that changes how
+def _read_config(path: Path) -> tuple[PreTrainedConfig, dict[str, Any] | None]:
+    """The configuration, and what it says of how the weights are quantised, if they are: that changes how
     they are stored, not the model."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
@@ -100,48 +116,92 @@ def _read_config(path: Path) -> tuple[PreTrainedConfig, str | None]:
         raise ModelNotServable(
             f"{path} is no model configuration that transformers can read: {reason_of(error)}"
         ) from error
-    return config, str(quantisation.get("quant_method", "unknown")) if quantisation else None
+    return config, quantisation or None
 
 
-def _count(config: PreTrainedConfig) -> Weights:
-    # A copy: making a model of a configuration writes a dtype into it.
-    text = copy.deepcopy(config.get_text_config(decoder=True))
-    counts = {name: parameter.numel() for name, parameter in skeleton(text, float32).named_parameters()}
-    return Weights(
-        "config",
-        sum(counts.values()),
-        sum(count for name, count in counts.items() if _EXPERT.search(name)),
-        sum(counts[name] for name in _own_embeddings(counts)),
+def _count(config: PreTrainedConfig, quantisation: Mapping[str, Any] | None) -> Weights:
+    """From the model that transformers makes of the configuration."""
+    text = config.get_text_config(decoder=True)
+    model: nn.Module | None = None
+    uncounted: tuple[str, ...] = ()
+    if text is not config:
+        model = _whole(config)
+        uncounted = () if model is not None else _other_parts(config, text)
+    if model is None:
+        # A copy: making a model of a configuration writes a dtype into it.
+        model = skeleton(copy.deepcopy(text), float32)
+    packing = find_packing(quantisation) if quantisation else None
+    tensors = {name: _Tensor(parameter.numel(), size) for name, parameter, size in _packed(model, packing)}
+    weights = _summary("config", tensors, config)
+    return replace(
+        weights,
+        uncounted=uncounted,
+        quantisation=method_of(quantisation) if quantisation else None,
+        packing=packing.words if packing else None,
     )
 
 
-def _own_embeddings(names: Iterable[str]) -> list[str]:
-    """Input embeddings, where the output is another tensor."""
-    listed = list(names)
-    if not any(_OUTPUT.search(name) for name in listed):
-        return []
-    return [name for name in listed if _EMBEDDING.search(name)]
+def _whole(config: PreTrainedConfig) -> nn.Module | None:
+    """A model of text and more, with its towers; None where transformers has none, or lacks a package for
+    one."""
+    for auto in _WHOLE:
+        try:
+            return skeleton(copy.deepcopy(config), float32, auto)
+        except ModelNotServable as error:
+            logger.debug("the whole of %s can't be counted: %s", config.model_type, error.message)
+    return None
 
 
-def _of_folder(folder: Path, config: PreTrainedConfig, quantisation: str | None) -> Weights:
-    """From the headers of a folder's safetensors; from their index, where it is there alone."""
+def _other_parts(config: PreTrainedConfig, text: PreTrainedConfig) -> tuple[str, ...]:
+    """The fields that describe parts beside the decoder."""
+    return tuple(
+        name
+        for name in config.sub_configs
+        if (part := getattr(config, name, None)) is not None and part is not text
+    )
+
+
+def _packed(model: nn.Module, packing: Packing | None) -> Iterator[tuple[str, nn.Parameter, int | None]]:
+    """(name, parameter, what it is packed into, if it is): linear layers' weights, and stacks of experts'."""
+    linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    for name, parameter in model.named_parameters():
+        size = None
+        fits = name in linear or (parameter.dim() > 2 and ".experts." in name)
+        if packing is not None and fits and not (packing.decoder_only and is_of_tower(name)):
+            size = packing.size(name.removesuffix(".weight"), parameter.shape)
+        yield name, parameter, size
+
+
+def _of_folder(folder: Path, config: PreTrainedConfig, quantisation: Mapping[str, Any] | None) -> Weights:
+    """From the headers of the safetensors that transformers would load; from their index, where it is there
+    alone."""
     index = folder / "model.safetensors.index.json"
-    files = sorted(folder.glob("*.safetensors"))
-    if not index.is_file():
+    if (folder / "model.safetensors").is_file() or not index.is_file():
+        files = _files_without_index(folder)
         if not files:
-            return replace(_count(config), quantisation=quantisation)
+            return _count(config, quantisation)
         return _stored("safetensors", _safetensors(files), config, quantisation)
     try:
         listed = json.loads(index.read_text(encoding="utf-8"))
         files = [folder / name for name in sorted(set(listed["weight_map"].values()))]
         if not all(file.is_file() for file in files):
-            total = int(listed["metadata"]["total_size"])
-            return replace(_count(config), stored_bytes=total, quantisation=quantisation)
+            total_size = int(listed["metadata"]["total_size"])
+            return replace(_count(config, quantisation), stored_bytes=total_size)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise StartupError(
             f"{index} is not an index of safetensors files that can be read: {error}"
         ) from error
     return _stored("safetensors", _safetensors(files), config, quantisation)
+
+
+def _files_without_index(folder: Path) -> list[Path]:
+    """model.safetensors alone, as transformers would load it, else shards of that name. Repositories keep the
+    same weights a second time under other names (Mistral's consolidated.safetensors): those count only where
+    they are all there is."""
+    whole = folder / "model.safetensors"
+    if whole.is_file():
+        return [whole]
+    return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
 
 
 def _safetensors(files: Iterable[Path]) -> dict[str, _Tensor]:
@@ -165,29 +225,52 @@ def _element_bits(dtype: str) -> int:
 
 
 def _stored(
-    source: str, tensors: Mapping[str, _Tensor], config: PreTrainedConfig, quantisation: str | None
+    source: str,
+    tensors: Mapping[str, _Tensor],
+    config: PreTrainedConfig,
+    quantisation: Mapping[str, Any] | None,
 ) -> Weights:
-    embeddings = _own_embeddings(tensors)
-    experts = [name for name in tensors if _EXPERT.search(name)]
-    weights = Weights(
-        source,
-        sum(tensor.elements for tensor in tensors.values()),
-        sum(tensors[name].elements for name in experts),
-        sum(tensors[name].elements for name in embeddings),
-        sum(tensor.size for tensor in tensors.values()),
-        sum(tensors[name].size for name in experts),
-        sum(tensors[name].size for name in embeddings),
-        quantisation,
-    )
+    weights = _summary(source, tensors, config)
     if quantisation is None:
         return weights
     # Quantised formats pack several numbers into an element, and keep scales beside them.
-    counted = _count(config)
+    counted = _count(config, None)
     return replace(
         weights,
         parameters=counted.parameters,
         expert_parameters=counted.expert_parameters,
-        embedding_parameters=counted.embedding_parameters,
+        unread_parameters=counted.unread_parameters,
+        quantisation=method_of(quantisation),
+    )
+
+
+def _summary(source: str, tensors: Mapping[str, _Tensor], config: PreTrainedConfig) -> Weights:
+    elements = {name: tensor.elements for name, tensor in tensors.items()}
+    sizes = {name: tensor.size for name, tensor in tensors.items() if tensor.size is not None}
+    of = parts(tensors, getattr(config.get_text_config(decoder=True), "num_hidden_layers", None))
+    weights = Weights(
+        source,
+        parameters=sum(elements.values()),
+        expert_parameters=total(elements, of, Part.EXPERT),
+        unread_parameters=total(elements, of, *UNREAD),
+        unread=tuple(part.value for part in UNREAD if part in of.values()),
+    )
+    if source == "config":
+        packed = {name: elements[name] for name in sizes}
+        return replace(
+            weights,
+            packed_parameters=sum(packed.values()),
+            packed_bytes=sum(sizes.values()),
+            packed_expert_parameters=total(packed, of, Part.EXPERT),
+            packed_expert_bytes=total(sizes, of, Part.EXPERT),
+            packed_unread_parameters=total(packed, of, *UNREAD),
+            packed_unread_bytes=total(sizes, of, *UNREAD),
+        )
+    return replace(
+        weights,
+        stored_bytes=sum(sizes.values()),
+        stored_expert_bytes=total(sizes, of, Part.EXPERT),
+        stored_unread_bytes=total(sizes, of, *UNREAD),
     )
 
 
@@ -206,7 +289,7 @@ def _from_hub(model: str) -> tuple[PreTrainedConfig, Weights]:
         config, quantisation = _read_config(Path(hf_hub_download(model, "config.json")))
         metadata = get_safetensors_metadata(model)
     except NotASafetensorsRepoError:
-        return config, replace(_count(config), quantisation=quantisation)
+        return config, _count(config, quantisation)
     except GatedRepoError as error:
         raise StartupError(
             f"{model} is a gated model. Accept its terms on https://huggingface.co/{model} and set "

@@ -14,6 +14,7 @@ from model_runner.core.block_layout import BlockGroup, BlockLayout
 from model_runner.core.dispatcher import Dispatcher
 from model_runner.core.pace import Pace
 from model_runner.core.quotes import Quote
+from model_runner.core.weights import WeightsRead
 from model_runner.errors import PlimsollError
 from model_runner.messages import ModelInfo
 from model_runner.types import FinishReason, TokenLogprobs
@@ -37,7 +38,9 @@ def model_info(*, max_model_len: int = 512, vocab_size: int = 49152) -> ModelInf
         layout=BlockLayout((group,), block_size=16, element_bytes=4),
         num_blocks=64,
         headroom_blocks=0,
-        weights_bytes=1,
+        weights=WeightsRead(1),
+        weights_parameters=134_515_008,
+        model_type="llama",
     )
 
 

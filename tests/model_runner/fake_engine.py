@@ -16,6 +16,7 @@ from model_runner.config import EngineConfig
 from model_runner.core.block_layout import BlockLayout
 from model_runner.core.kv_spec import KVCacheSpec
 from model_runner.core.output import RunnerOutput, SchedulerOutput
+from model_runner.core.weights import WeightsRead
 from model_runner.engine import EngineCore
 from model_runner.engine_process import BuiltEngine, OnPlanned, OnProgress
 from model_runner.errors import StartupError
@@ -84,7 +85,9 @@ def build(config: EngineConfig, on_progress: OnProgress, on_planned: OnPlanned) 
         layout=layout,
         num_blocks=config.kv_cache_memory_bytes // layout.block_bytes,
         headroom_blocks=0,
-        weights_bytes=0,
+        weights=WeightsRead(0),
+        weights_parameters=0,
+        model_type="llama",
     )
     on_progress("counting", 0.5)
     on_planned(model)

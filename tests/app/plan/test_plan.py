@@ -304,8 +304,31 @@ def test_a_state_space_model_is_as_dear_at_any_length(
 def test_weights_of_an_unknown_number_format_are_said_to_be(
     config_file: Callable[[dict[str, Any]], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = {**LLAMA_70B, "quantization_config": {"quant_method": "fp8"}}
+    config = {**LLAMA_70B, "quantization_config": {"quant_method": "hqq"}}
     words = ["--model", config_file(config), "--device-memory", "256GiB"]
     plan = answer(capsys, *words)
-    assert (plan["weights_quantisation"], plan["weights_dtype"]) == ("fp8", "bfloat16")
-    assert "they are quantised (fp8)" in plan["allocated"]["reason"]
+    assert (plan["weights_quantisation"], plan["weights_dtype"]) == ("hqq", "bfloat16")
+    assert plan["weights_packing"] is None
+    assert "they are quantised (hqq)" in plan["allocated"]["reason"]
+    assert main(["plan", *words]) == 0
+    assert "counted in bfloat16" in " ".join(capsys.readouterr().out.split())
+    assert main(["plan", "--model", words[1], "--device-memory", "H100"]) == 1
+    assert "counted in bfloat16" in capsys.readouterr().err
+
+
+def test_packed_weights_are_counted_as_the_configuration_tells(
+    config_file: Callable[[dict[str, Any]], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 128}
+    model = config_file({**LLAMA_70B, "quantization_config": awq})
+    plan = answer(capsys, "--model", model, "--device-memory", "80GiB")
+    embeddings = 2 * 128256 * 8192 * 2
+    assert plan["weights_dtype"] == "packed"
+    assert plan["weights_packing"].startswith("4 bits a weight")
+    assert plan["weights_bytes"] == pytest.approx(embeddings + 68.4524e9 * (0.5 + 2.5 / 128), rel=1e-3)
+    assert main(["plan", "--model", model, "--device-memory", "80GiB"]) == 0
+    assert "counted at 4 bits a weight" in " ".join(capsys.readouterr().out.split())
+    assert main(["plan", "--model", model, "--device-memory", "L4"]) == 1
+    assert "counted at 4 bits a weight" in capsys.readouterr().err
+    asked = answer(capsys, "--model", model, "--device-memory", "256GiB", "--dtype", "bfloat16")
+    assert asked["weights_bytes"] == 2 * LLAMA_70B_PARAMETERS

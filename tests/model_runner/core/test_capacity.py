@@ -13,12 +13,13 @@ from model_runner.core.block_layout import BlockLayout
 from model_runner.core.capacity import (
     Device,
     Plan,
-    WeightsRead,
     cached_tokens,
     fewest_devices,
+    half_ceiling_batch,
     make_plan,
 )
 from model_runner.core.kv_spec import KVCacheSpec
+from model_runner.core.weights import WeightsRead
 
 GB = 10**9
 LLAMA_8B: dict[str, Any] = {
@@ -85,10 +86,28 @@ def test_what_plimsoll_keeps_aside_is_not_for_requests() -> None:
 
 
 def test_experts_are_read_as_they_are_used() -> None:
-    weights = WeightsRead(1000, expert_bytes=800, experts=8, experts_per_token=2, embedding_bytes=100)
+    weights = WeightsRead(1000, expert_bytes=800, experts=8, experts_per_token=2, unread_bytes=100)
+    assert weights.step_bytes(0) == 100
     assert weights.step_bytes(1) == 100 + 200  # a quarter of the experts, and of the embedding nothing
     assert weights.step_bytes(2) == 100 + 350  # 1 - (3/4)^2
     assert weights.step_bytes(1000) == 900
+
+
+@given(
+    read=st.integers(1, 1000),
+    expert_bytes=st.integers(0, 1000),
+    experts=st.integers(1, 256),
+    used=st.integers(1, 16),
+    price=st.integers(1, 1000),
+)
+def test_where_half_of_the_ceiling_is_the_caches_weigh_as_much_as_the_weights_that_are_read(
+    read: int, expert_bytes: int, experts: int, used: int, price: int
+) -> None:
+    weights = WeightsRead(
+        (read + expert_bytes) * GB, expert_bytes=expert_bytes * GB, experts=experts, experts_per_token=used
+    )
+    batch = half_ceiling_batch(weights, price * GB // 100)
+    assert batch * (price * GB // 100) == pytest.approx(weights.step_bytes(batch), rel=1e-6)
 
 
 def test_without_a_bandwidth_no_speed_is_told() -> None:

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from model_runner.core.admission import AdmissionController, Admitted
 from model_runner.core.block_layout import BlockLayout
-from model_runner.core.capacity import Device, WeightsRead, make_plan
+from model_runner.core.capacity import Device, make_plan
 from model_runner.core.dispatcher import Dispatcher, Submission
 from model_runner.core.pace import Pace
 from model_runner.core.quotes import price_by_group
+from model_runner.core.weights import WeightsRead
 from model_runner.errors import PlimsollError
 from model_runner.types import ChoiceOutput, EngineObserver, SamplingParams
 from tests.model_runner.core.fake_runner import layout_with

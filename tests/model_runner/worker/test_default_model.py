@@ -11,7 +11,7 @@ from torch import nn
 
 from model_runner import model_files
 from model_runner.tokenizer import Tokenizer, load_tokenizer
-from model_runner.worker.loader import Source, load_model, read_source, weights_bytes
+from model_runner.worker.loader import Source, load_model, read_source, weights
 
 MAX_TOKENS = 24
 TEXTS = [
@@ -91,7 +91,9 @@ def test_in_a_mixed_batch_with_chunked_prefill(expected: Any, model: nn.Module, 
 
 def test_weights_are_counted_as_they_are(source: Source, model: nn.Module) -> None:
     """Tied weights once."""
-    assert weights_bytes(source, torch.float32) == sum(parameter.nbytes for parameter in model.parameters())
+    assert weights(source, torch.float32)[0].total_bytes == sum(
+        parameter.nbytes for parameter in model.parameters()
+    )
 
 
 def test_conversion_is_done_once(source: Source, cache_dir: Path, model: nn.Module) -> None:

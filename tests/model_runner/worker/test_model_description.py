@@ -17,6 +17,7 @@ from huggingface_hub import constants
 from model_runner.errors import ModelNotPriced, ModelNotServable, StartupError
 from model_runner.worker.model_config import resolve
 from model_runner.worker.model_description import describe
+from model_runner.worker.weight_parts import Part, parts
 
 CONFIG = {
     "model_type": "llama",
@@ -66,7 +67,7 @@ def test_a_config_alone_is_counted(tmp_path: Path) -> None:
     path = write(tmp_path) / "config.json"
     weights = weights_of(path)
     assert (weights["source"], weights["parameters"], weights["stored_bytes"]) == ("config", PARAMETERS, None)
-    assert weights["embedding_parameters"] == EMBEDDING
+    assert (weights["unread_parameters"], weights["unread"]) == (EMBEDDING, ("input embedding",))
     assert weights_of(tmp_path) == weights  # the folder of it, too
 
 
@@ -78,7 +79,7 @@ def test_counting_does_not_write_into_the_configuration(tmp_path: Path) -> None:
 
 def test_a_tied_embedding_is_read_whole(tmp_path: Path) -> None:
     weights = weights_of(write(tmp_path, tie_word_embeddings=True))
-    assert (weights["parameters"], weights["embedding_parameters"]) == (PARAMETERS - EMBEDDING, 0)
+    assert (weights["parameters"], weights["unread_parameters"]) == (PARAMETERS - EMBEDDING, 0)
 
 
 def test_headers_tell_bytes_and_parts_without_a_tokenizer(tmp_path: Path) -> None:
@@ -86,7 +87,7 @@ def test_headers_tell_bytes_and_parts_without_a_tokenizer(tmp_path: Path) -> Non
     weights = weights_of(tmp_path)
     assert (weights["source"], weights["parameters"]) == ("safetensors", 2 * EMBEDDING + 32)
     assert (weights["stored_bytes"], weights["stored_expert_bytes"]) == (8224, 32)
-    assert weights["stored_embedding_bytes"] == 4096
+    assert weights["stored_unread_bytes"] == 4096
 
 
 def test_an_index_names_its_files_and_others_are_not_counted(tmp_path: Path) -> None:
@@ -94,6 +95,17 @@ def test_an_index_names_its_files_and_others_are_not_counted(tmp_path: Path) -> 
     (tmp_path / "consolidated.safetensors").write_bytes(STORED)  # the same weights in another format
     index = {"metadata": {"total_size": 1}, "weight_map": {"lm_head.weight": "part.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert weights_of(tmp_path)["stored_bytes"] == 8224
+
+
+def test_a_copy_of_the_weights_under_another_name_is_not_counted(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "consolidated.safetensors").write_bytes(STORED)
+    assert weights_of(tmp_path)["stored_bytes"] == 8224  # they are all there is
+    other = safetensors({"lm_head.weight": ("F32", [32, 64], 8192)})
+    (tmp_path / "model-00001-of-00001.safetensors").write_bytes(other)
+    assert weights_of(tmp_path)["stored_bytes"] == 8192
+    (tmp_path / "model.safetensors").write_bytes(STORED)  # which transformers prefers to shards
     assert weights_of(tmp_path)["stored_bytes"] == 8224
 
 
@@ -112,6 +124,79 @@ def test_packed_elements_are_not_taken_for_parameters(tmp_path: Path) -> None:
     weights = weights_of(folder)
     assert (weights["stored_bytes"], weights["parameters"]) == (2048, PARAMETERS)
     assert weights["quantisation"] == "gptq"
+
+
+def test_without_files_packed_weights_are_counted_as_the_configuration_tells(tmp_path: Path) -> None:
+    weights = weights_of(write(tmp_path, quantization_config={"quant_method": "fp8"}))
+    linear = 4 * 64 * 64 + 3 * 64 * 128
+    assert (weights["parameters"], weights["packed_parameters"]) == (PARAMETERS, linear)
+    assert weights["packed_bytes"] == linear + 7 * 4  # and a scale of each
+    assert weights["packing"] == "1 byte a weight"
+    other = weights_of(write(tmp_path, quantization_config={"quant_method": "hqq"}))
+    assert (other["packing"], other["packed_parameters"], other["quantisation"]) == (None, 0, "hqq")
+
+
+def test_the_experts_of_gpt_oss_take_what_its_files_do(tmp_path: Path) -> None:
+    quantisation = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "gpt_oss", "quantization_config": quantisation}))
+    weights = weights_of(path)  # the class's defaults are gpt-oss-120b's
+    rest = 2 * (weights["parameters"] - weights["packed_parameters"])
+    assert rest + weights["packed_bytes"] == 65_248_815_744  # as the index of its files has it
+    assert weights["packed_bytes"] == weights["packed_expert_bytes"]
+
+
+TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+
+
+def test_towers_and_looked_up_tables_are_held_and_not_read(tmp_path: Path) -> None:
+    text = {**CONFIG, "model_type": "gemma3_text", "head_dim": 8}
+    path = tmp_path / "config.json"
+    vision = {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14, **TOWER}
+    path.write_text(json.dumps({"model_type": "gemma3", "text_config": text, "vision_config": vision}))
+    weights = weights_of(path)
+    path.write_text(json.dumps(text))
+    alone = weights_of(path)
+    assert (weights["unread"], weights["uncounted"]) == (("towers",), ())
+    assert weights["parameters"] - alone["parameters"] == weights["unread_parameters"] > 0
+    assert alone["unread"] == ()  # its embedding is the output's too
+
+
+def test_a_tower_that_cannot_be_made_is_said_to_be_uncounted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("model_runner.worker.model_description._WHOLE", ())
+    text = {**CONFIG, "model_type": "gemma3_text", "head_dim": 8}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    assert weights_of(path)["uncounted"] == ("vision_config",)
+
+
+def test_names_tell_what_a_step_does_not_read() -> None:
+    of = parts(
+        [
+            "model.embed_tokens_per_layer.weight",
+            "model.vision_tower.encoder.layers.0.mlp.fc1.weight",
+            "model.layers.1.mlp.experts.0.up_proj.weight",
+            "model.layers.1.mlp.shared_experts.up_proj.weight",
+            "model.layers.2.mlp.experts.0.up_proj.weight",
+            "mtp.layers.0.mlp.up_proj.weight",
+            "model.embed_tokens.weight",
+        ],
+        layers=2,
+    )
+    assert list(of.values()) == [
+        Part.EMBEDDING,
+        Part.TOWER,
+        Part.EXPERT,
+        Part.READ,
+        Part.MTP,
+        Part.MTP,
+        Part.READ,  # the output is this one, too
+    ]
 
 
 @pytest.mark.parametrize(
