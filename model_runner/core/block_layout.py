@@ -210,7 +210,10 @@ def _one_shape(spec: KVCacheSpec) -> LayerCache:
     if spec.dtype.quantised:
         raise _not_served(spec.model_type, f"its cache would be quantised ({spec.kv_dtype})")
     if spec.tensor_parallel != 1:
-        raise _not_served(spec.model_type, f"it would be divided among {spec.tensor_parallel} devices")
+        raise ModelNotServable(
+            f"Plimsoll runs a model on one device yet, so for {spec.tensor_parallel} only what is needed is "
+            "told."
+        )
     return caches[0]
 
 

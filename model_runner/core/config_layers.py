@@ -8,7 +8,8 @@ here, or a field that is not a number, is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from math import gcd
 from typing import Any
 
 from model_runner.core.config_fields import ConfigFields
@@ -88,6 +89,19 @@ def read_layers(config: Mapping[str, Any]) -> list[tuple[int, tuple[LayerCache, 
             (layer, (LayerCache("shared"),) if shared else _read_layer(fields, layer, kinds[layer]))
         )
     return layers
+
+
+def query_heads(config: Mapping[str, Any], layers: Collection[int]) -> dict[str, int]:
+    """The fields that give the query heads of these layers, which tensor-parallel ranks must divide; where
+    layers differ, the greatest common divisor, which must be divided to divide them all."""
+    fields = ConfigFields(config)
+    found: dict[str, int] = {}
+    for name in ("num_attention_heads", "swa_num_attention_heads"):
+        values = [fields.get(name, layer) for layer in layers]
+        heads = [value for value in values if isinstance(value, int) and value > 0]
+        if heads:
+            found[name] = gcd(*heads)
+    return found
 
 
 def has_position_biases(config: Mapping[str, Any]) -> bool:

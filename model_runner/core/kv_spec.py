@@ -19,15 +19,17 @@ model, in whole blocks, is `BlockLayout`, made from this.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from model_runner.core.config_layers import has_position_biases, read_layers
+from model_runner.core.config_layers import has_position_biases, query_heads, read_layers
 from model_runner.core.kv_dtypes import KV_DTYPES, KVDtype
 from model_runner.core.layer_cache import LayerCache, LayerKind, heads_per_rank
 from model_runner.errors import ModelNotPriced
+
+_MOST_RANKS = 1024  # no one divides a model among more
 
 
 @dataclass(frozen=True)
@@ -132,8 +134,8 @@ class KVCacheSpec:
         for layer, caches in read_layers(config):
             for cache in caches:
                 layers_of.setdefault(cache, []).append(layer)
-        for cache in layers_of:
-            _refuse_uneven(model_type, cache, tensor_parallel)
+        attending = {layer for cache, layers in layers_of.items() if not cache.state for layer in layers}
+        _refuse_uneven(model_type, layers_of, query_heads(config, attending), tensor_parallel)
         groups = tuple(
             LayerGroup(cache, tuple(layers), kv_dtype, model_dtype, tensor_parallel)
             for cache, layers in layers_of.items()
@@ -178,12 +180,30 @@ class KVCacheSpec:
         )
 
 
-def _refuse_uneven(model_type: str, cache: LayerCache, ranks: int) -> None:
-    shared_out = {"num_key_value_heads": cache.kv_heads} if cache.kv_heads else {}
-    shared_out |= {f"the heads of its {tensor.name}": tensor.heads for tensor in cache.state}
-    for what, heads in shared_out.items():
-        if heads_per_rank(heads, ranks) is None:
-            raise ModelNotPriced(
-                f"{model_type} can't be divided among {ranks} ranks: {what}, {heads}, is neither a multiple "
-                "of the ranks nor divides them."
-            )
+def _refuse_uneven(
+    model_type: str, caches: Iterable[LayerCache], query_heads: Mapping[str, int], ranks: int
+) -> None:
+    """Raises ModelNotPriced for a number of ranks that the heads can't be shared out among."""
+    kept: dict[str, int] = {}
+    for cache in caches:
+        kept |= {"num_key_value_heads": cache.kv_heads} if cache.kv_heads else {}
+        kept |= {f"the heads of its {tensor.name}": tensor.heads for tensor in cache.state}
+
+    def uneven(ranks: int) -> list[str]:
+        asked = [f"{name} is {heads}" for name, heads in query_heads.items() if heads % ranks]
+        return asked + [
+            f"{name} {'are' if ' ' in name else 'is'} {heads}"
+            for name, heads in kept.items()
+            if heads_per_rank(heads, ranks) is None
+        ]
+
+    if not (why := uneven(ranks)):
+        return
+    below = next(fewer for fewer in range(ranks - 1, 0, -1) if not uneven(fewer))
+    above = next((more for more in range(ranks + 1, _MOST_RANKS + 1) if not uneven(more)), None)
+    nearest = f"{below} and {above} do" if above else f"{below} does, and no greater number"
+    raise ModelNotPriced(
+        f"{model_type} can't be divided among {ranks} devices: {', '.join(why)}. Devices must divide the "
+        "query heads, and divide what is cached by heads or be a multiple of it. Of the numbers nearest to "
+        f"{ranks}, {nearest}."
+    )

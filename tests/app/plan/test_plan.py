@@ -185,6 +185,17 @@ def test_without_room_it_says_how_many_devices_would_do(
     assert "--tensor-parallel 2" in message
 
 
+def test_a_division_that_cannot_be_names_the_numbers_that_can(
+    config_file: Callable[[dict[str, Any]], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model", config_file(LLAMA_70B), "--device-memory", "H100", "--tensor-parallel"]
+    assert main(["plan", *words, "24"]) == 1
+    assert "num_attention_heads is 64" in (message := capsys.readouterr().err)
+    assert "16 and 32 do" in message
+    assert main(["plan", *words, "8"]) == 0
+    assert "does not serve the model type" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

@@ -142,10 +142,27 @@ def test_heads_are_divided_then_repeated(ranks: int, heads: int) -> None:
     assert spec_of({}, tensor_parallel=ranks).growing_bytes_per_token == 2 * 32 * heads * 128 * 2
 
 
-@pytest.mark.parametrize("ranks", [3, 12])
-def test_heads_that_cannot_be_shared_out_are_refused(ranks: int) -> None:
-    with pytest.raises(ModelNotPriced, match=f"divided among {ranks} ranks: num_key_value_heads, 8"):
-        spec_of({}, tensor_parallel=ranks)
+@pytest.mark.parametrize(
+    ("changes", "ranks", "why", "nearest"),
+    [
+        ({}, 3, "num_attention_heads is 32, num_key_value_heads is 8", "2 and 4 do"),
+        ({}, 12, "num_attention_heads is 32, num_key_value_heads is 8", "8 and 16 do"),
+        # Twenty-four devices could repeat eight KV heads; they can't divide sixty-four query heads.
+        ({"num_attention_heads": 64}, 24, "num_attention_heads is 64", "16 and 32 do"),
+        ({}, 64, "num_attention_heads is 32", "32 does, and no greater number"),
+        ({"num_attention_heads": 24, "num_key_value_heads": 8}, 6, "num_key_value_heads is 8", "4 and 8 do"),
+    ],
+)
+def test_heads_that_cannot_be_shared_out_are_refused(
+    changes: dict[str, Any], ranks: int, why: str, nearest: str
+) -> None:
+    with pytest.raises(ModelNotPriced, match=rf"among {ranks} devices: {why}\. .*to {ranks}, {nearest}"):
+        spec_of(changes, tensor_parallel=ranks)
+
+
+def test_latents_belong_to_no_head_and_queries_do() -> None:
+    with pytest.raises(ModelNotPriced, match="num_attention_heads is 128"):
+        spec_of({**MLA, "num_attention_heads": 128, "num_key_value_heads": 128}, tensor_parallel=10)
 
 
 def test_latents_are_kept_by_every_rank() -> None:
