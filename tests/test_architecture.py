@@ -65,6 +65,7 @@ FLOORS: list[tuple[str, int]] = [
     ("model_runner.core.forecast", 42),
     ("model_runner.core.request", 42),
     ("model_runner.core.block_pool", 40),
+    ("model_runner.core.fair_queue", 38),
     ("model_runner.core.capacity", 33),
     ("model_runner.core.weights", 22),
     ("model_runner.core.packing", 22),
@@ -75,7 +76,7 @@ FLOORS: list[tuple[str, int]] = [
     ("model_runner.core.config_fields", 24),
     ("model_runner.core.layer_cache", 22),
     ("model_runner.core.kv_dtypes", 22),
-    ("model_runner.core", 36),  # pace, output
+    ("model_runner.core", 36),  # pace, output, tenants
     ("model_runner.messages", 34),
     ("model_runner", 10),  # config, types, errors
 ]
