@@ -74,7 +74,7 @@ def plan_rows(settings: Settings, model: ModelInfo) -> list[tuple[str, str]]:
     threads = f", {_count(model.num_threads, 'thread')}" if model.device == "cpu" else ""
     rows = [
         ("model", f"{settings.served_model_name} ({model.architecture})"),
-        ("weights", f"{format_size(model.weights_bytes)}, {model.dtype} on {model.device}{threads}"),
+        ("weights", f"{format_size(model.weights_held_bytes)}, {model.dtype} on {model.device}{threads}"),
         ("KV per token", f"{layout.bytes_per_token:,} bytes ({format_size(layout.bytes_per_token)})"),
         ("KV budget", format_size(model.kv_budget_bytes) + _aside(model)),
         (

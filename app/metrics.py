@@ -237,7 +237,9 @@ class EngineCollector(Collector):
             "Of one token in all layers, while all grow.",
             model.layout.bytes_per_token,
         )
-        yield _gauge("plimsoll_model_weights_bytes", "Weights, as they lie in memory.", model.weights_bytes)
+        held, read = model.weights_held_bytes, model.weights.step_bytes(1)
+        yield _gauge("plimsoll_model_weights_bytes", "Weights, as they lie in memory.", held)
+        yield _gauge("plimsoll_model_weights_read_bytes", "Of them, read for a token alone.", read)
         yield _info(
             "plimsoll_model",
             "The model that is served.",

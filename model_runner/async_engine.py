@@ -311,6 +311,8 @@ class AsyncEngine:
             self._planned.set()
         elif (model.layout, model.num_blocks) != (self._model.layout, self._model.num_blocks):
             raise EngineMisbehaved("it came with another price list or budget than the one before it")
+        else:
+            self._model = model  # what was foreseen of it has been measured
 
     def _new_dispatcher(self, model: ModelInfo) -> Dispatcher:
         admission = AdmissionController(

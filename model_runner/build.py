@@ -23,12 +23,13 @@ from model_runner.worker import machine, memory, warmup
 from model_runner.worker.accelerate import accelerate
 from model_runner.worker.attention import PagedAttention
 from model_runner.worker.kv_cache import allocate_kv_cache
-from model_runner.worker.loader import Source, load_model, read_source, weights
+from model_runner.worker.loader import Source, load_model, read_source, skeleton, weights
 from model_runner.worker.memory import Plan
 from model_runner.worker.model_config import resolved
 from model_runner.worker.runner import ModelRunner
 from model_runner.worker.sampler import Sampler
 from model_runner.worker.servable import attention_modules
+from model_runner.worker.weights import held_bytes, planned_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class _Choices:
     dtype: torch.dtype
     layout: BlockLayout
     weights: WeightsRead
+    weights_held_bytes: int  # foreseen
     weights_parameters: int
     num_threads: int
 
@@ -92,7 +94,7 @@ def build_engine(
         ),
     }
     on_progress("warming up", 1.0)
-    info = _model_info(chosen, plan)
+    info = _model_info(chosen, plan, held_bytes(model))
     core = EngineCore(
         chosen.layout,
         runner,
@@ -114,13 +116,15 @@ def _choose(config: EngineConfig, on_progress: OnProgress) -> _Choices:
     dtype = machine.choose_dtype(config.dtype, device, source.config.dtype)
     spec = KVCacheSpec.from_config(resolved(source.config), kv_dtype=str(dtype).removeprefix("torch."))
     layout = BlockLayout.from_spec(spec, block_size=config.block_size)
-    read, parameters = weights(source, dtype)
+    model = skeleton(source.config, dtype)
+    read, parameters = weights(model)
     return _Choices(
         source=source,
         device=device,
         dtype=dtype,
         layout=layout,
         weights=read,
+        weights_held_bytes=planned_bytes(model, dtype, device, config.compile),
         weights_parameters=parameters,
         num_threads=machine.choose_num_threads(config.num_threads),
     )
@@ -131,12 +135,12 @@ def _plan_on_cpu(config: EngineConfig, chosen: _Choices) -> Plan:
     context = chosen.source.context
     kv_bytes = config.kv_cache_memory_bytes
     if kv_bytes is None:
-        share = memory.cpu_kv_bytes(config, available, chosen.weights.total_bytes)
+        share = memory.cpu_kv_bytes(config, available, chosen.weights_held_bytes)
         longest = memory.plan(config, chosen.layout, share, context).max_model_len
         kv_bytes = min(share, memory.ample_kv_bytes(config, chosen.layout, longest))
-    elif chosen.weights.total_bytes + kv_bytes > available:
+    elif chosen.weights_held_bytes + kv_bytes > available:
         raise DoesNotFit(
-            f"The weights ({size(chosen.weights.total_bytes)}) and --kv-cache-memory {size(kv_bytes)} "
+            f"The weights ({size(chosen.weights_held_bytes)}) and --kv-cache-memory {size(kv_bytes)} "
             f"together are more than the {size(available)} of memory available."
         )
     return memory.plan(config, chosen.layout, kv_bytes, context)
@@ -173,7 +177,8 @@ def _make_runner(chosen: _Choices, loaded: _Loaded, blocks_total: int) -> ModelR
     )
 
 
-def _model_info(chosen: _Choices, plan: Plan) -> ModelInfo:
+def _model_info(chosen: _Choices, plan: Plan, held: int | None = None) -> ModelInfo:
+    """`held` are the bytes of the weights as they lie in memory, when that has been measured."""
     return ModelInfo(
         architecture=chosen.source.architecture,
         dtype=str(chosen.dtype).removeprefix("torch."),
@@ -185,6 +190,7 @@ def _model_info(chosen: _Choices, plan: Plan) -> ModelInfo:
         num_blocks=plan.num_blocks,
         headroom_blocks=plan.headroom_blocks,
         weights=chosen.weights,
+        weights_held_bytes=chosen.weights_held_bytes if held is None else held,
         weights_parameters=chosen.weights_parameters,
         model_type=chosen.source.config.model_type,
         num_threads=chosen.num_threads,

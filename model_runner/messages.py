@@ -51,7 +51,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     layout: BlockLayout
     num_blocks: int  # that requests may reserve
     headroom_blocks: int  # kept aside, once per engine, for sliding layers' prefill chunk in flight
-    weights: WeightsRead
+    weights: WeightsRead  # each counted once
+    weights_held_bytes: int  # as they lie in memory, copies in another layout included
     weights_parameters: int
     model_type: str
     num_threads: int = 1

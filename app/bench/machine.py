@@ -46,7 +46,7 @@ def read_bandwidth(threads: int | None = None) -> float:
 
 
 def weights_bytes(base_url: str) -> int | None:
-    """What the server's metrics say of its weights; None when it has no such metric."""
+    """What the server's metrics say that a decode step reads of its weights; None when they say nothing."""
     try:
         page = httpx.get(f"{base_url}/metrics", timeout=10)
     except httpx.HTTPError:
@@ -54,7 +54,7 @@ def weights_bytes(base_url: str) -> int | None:
     if page.status_code != 200:
         return None
     for family in text_string_to_metric_families(page.text):
-        if family.name == "plimsoll_model_weights_bytes":
+        if family.name == "plimsoll_model_weights_read_bytes":
             return int(family.samples[0].value)
     return None
 

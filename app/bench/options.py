@@ -151,7 +151,7 @@ class BenchOptions:
         group=_REPORT,
         metavar="SIZE",
         parse=parse_size,
-        shown="the server's metric plimsoll_model_weights_bytes",
+        shown="the server's metric plimsoll_model_weights_read_bytes",
         help="Bytes of weights that are read for each token, for --roofline.",
     )
     format: str = option(

@@ -18,11 +18,9 @@ from model_runner.worker.huge_pages import move_together
 from model_runner.worker.linear import ModuleKernels, NativeLinear, has_onednn, pack_linears
 from model_runner.worker.native import Kernels, load_kernels
 from model_runner.worker.torch_kernels import TorchKernels
+from model_runner.worker.weights import MOST_HELD_TWICE
 
 logger = logging.getLogger(__name__)
-
-
-_MOST_HELD_TWICE = 512 << 20  # bytes of weights that may be kept in two layouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +75,7 @@ def _use_tiles(model: nn.Module, kernels: Kernels) -> None:
     one."""
     linears = (module for module in model.modules() if type(module) is nn.Linear)
     twice = sum(linear.weight.nbytes for linear in linears)
-    if twice <= _MOST_HELD_TWICE:
+    if twice <= MOST_HELD_TWICE:
         kernels.wide = kernels.has_linear
     else:
         kernels.has_linear = False

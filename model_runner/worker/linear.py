@@ -58,6 +58,12 @@ class NativeLinear(nn.Module):
         opened: Tensor = (nn.functional.silu(gate) * up).flatten(-2)
         return opened
 
+    @property
+    def held_bytes(self) -> int:
+        """Of its weights, in all the layouts that it keeps."""
+        layouts = [tensor for tensor in (self.panels, self._wide, self.bias) if tensor is not None]
+        return sum(_bytes(tensor) for tensor in layouts)
+
     def arguments(self) -> LinearArguments:
         """What kernels need to apply it. Holds pointers: the layer must outlive it, and stay where it is."""
         arguments = LinearArguments(gated=self._gated, inputs=2 * self.panels.shape[1], outputs=self._outputs)
@@ -94,6 +100,11 @@ class OneDNNLinear(nn.Module):
             return product
         gate, up = product.chunk(2, dim=-1)
         return nn.functional.silu(gate) * up
+
+    @property
+    def held_bytes(self) -> int:
+        """Of its weights."""
+        return _bytes(self._weight) + (0 if self.bias is None else _bytes(self.bias))
 
     @staticmethod
     def fits(linear: object) -> bool:
@@ -132,6 +143,11 @@ def packed_gated(kernels: ModuleKernels, gate: nn.Linear, up: nn.Linear) -> nn.M
 def _pack_onednn(weight: Tensor) -> Tensor:
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _ONEDNN_ROWS)
     return packed
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Of oneDNN's opaque tensors too, which have no storage to ask."""
+    return tensor.numel() * tensor.element_size()
 
 
 def _onednn_product(x: Tensor, packed: Tensor | None, bias: Tensor | None) -> Tensor:

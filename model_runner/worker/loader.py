@@ -98,10 +98,8 @@ def _eos_token_ids(config: PreTrainedConfig, folder: Path | None) -> tuple[int, 
     return tuple(declared) if isinstance(declared, list) else (declared,)
 
 
-def weights(source: Source, dtype: torch.dtype) -> tuple[WeightsRead, int]:
-    """What the weights will take in memory in `dtype`, tied ones counted once; and how many numbers they are.
-    Nothing is loaded."""
-    model = skeleton(source.config, dtype)
+def weights(model: nn.Module) -> tuple[WeightsRead, int]:
+    """What the weights of a `skeleton` will take, tied ones counted once; and how many numbers they are."""
     return weights_read(model), sum(parameter.numel() for parameter in model.parameters())
 
 

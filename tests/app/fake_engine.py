@@ -39,6 +39,7 @@ def model_info(*, max_model_len: int = 512, vocab_size: int = 49152) -> ModelInf
         num_blocks=64,
         headroom_blocks=0,
         weights=WeightsRead(1),
+        weights_held_bytes=2,
         weights_parameters=134_515_008,
         model_type="llama",
     )

@@ -34,7 +34,7 @@ def test_the_table_says_what_fits() -> None:
     rows = dict(plan_rows(Settings(), model_info(max_model_len=2048)))
     assert rows == {
         "model": "SmolLM2-135M-Instruct (LlamaForCausalLM)",
-        "weights": "1 B, float32 on cpu, 1 thread",
+        "weights": "2 B, float32 on cpu, 1 thread",
         "KV per token": "46,080 bytes (45 KiB)",
         "KV budget": "45 MiB",
         "blocks": "64 of 16 tokens, 720 KiB each",

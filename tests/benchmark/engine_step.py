@@ -73,7 +73,7 @@ def main() -> None:
     seconds = times(runner, make_step(layout, 1, 0, config.max_num_batched_tokens), 5)
     print(f"prefill: {config.max_num_batched_tokens / min(seconds):.0f} tokens/s")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    rest = peak - built.model.weights_bytes - 512 * (1 << 20)
+    rest = peak - built.model.weights_held_bytes - 512 * (1 << 20)
     print(f"memory: {peak >> 20} MiB at its peak, {rest >> 20} MiB beside weights and cache")
 
 

@@ -305,3 +305,11 @@ def test_a_crowd_that_is_shut_out_may_come_back_soon(start_engine) -> None:
             await nothing_reserved(harness)
 
     asyncio.run(scenario())
+
+
+def test_what_was_measured_takes_the_place_of_what_was_planned(start_engine) -> None:
+    async def scenario() -> None:
+        async with start_engine() as harness:
+            assert harness.engine.model.weights_held_bytes == 7
+
+    asyncio.run(scenario())

@@ -55,7 +55,8 @@ class Server:
         self.keys: list[str | None] = []
         self.arrivals: list[float] = []
         self.at_once = self.most_at_once = 0
-        self.metrics = "# TYPE plimsoll_model_weights_bytes gauge\nplimsoll_model_weights_bytes 1e6\n"
+        read = "plimsoll_model_weights_read_bytes"
+        self.metrics = f"# TYPE {read} gauge\n{read} 1e6\n"
         routes = [
             Route("/v1/completions", self._complete, methods=["POST"]),
             Route("/v1/chat/completions", self._complete, methods=["POST"]),

@@ -209,7 +209,7 @@ def test_a_large_model_on_amx_keeps_its_weights_once(
     families: Any, serve: Any, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accelerate_module.machine, "has_amx", lambda: True)
-    monkeypatch.setattr(accelerate_module, "_MOST_HELD_TWICE", 1000)
+    monkeypatch.setattr(accelerate_module, "MOST_HELD_TWICE", 1000)
     kinds: set[type[nn.Module]] = set()
 
     def prepare(model: nn.Module, modules: list[nn.Module]) -> PagedAttention:
