@@ -2,18 +2,56 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from model_runner.core.capacity import Plan
 from model_runner.core.kv_spec import LayerGroup
 
 
-def capacity_fields(plan: Plan, why_not_served: str = "") -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    """What a plan is of. None where it is not known, or is not so."""
+
+    model: str
+    architecture: str | None
+    model_context: int | None  # tokens, as the configuration states
+    device: str
+    device_memory_bytes: int | None
+    weights_parameters: int  # of the whole model
+    weights_counted_from: str  # safetensors | gguf | config
+    weights_dtype: str  # an element type, "stored" or "packed"
+    weights_quantisation: str | None = None
+    weights_packing: str | None = None
+    weights_uncounted: tuple[str, ...] = ()
+
+
+def capacity_fields(plan: Plan, about: About, why_not_served: str = "") -> dict[str, Any]:
     """Keys are documented in docs/plan.md. Bytes are of one device, times are seconds."""
-    spec = plan.spec
+    spec, layout = plan.spec, plan.layout
+    headroom_bytes = plan.headroom_blocks * layout.block_bytes if layout is not None else 0
     return {
+        "model": about.model,
+        "model_type": spec.model_type,
+        "architecture": about.architecture,
+        "model_context": about.model_context,
+        "device": about.device,
+        "device_memory_bytes": about.device_memory_bytes,
+        "memory_bandwidth_bytes_per_second": plan.device.bandwidth,
+        "tensor_parallel": spec.tensor_parallel,
+        "weights_bytes": plan.weights.total_bytes,
+        "weights_expert_bytes": plan.weights.expert_bytes,
+        "weights_unread_bytes": plan.weights.unread_bytes,
+        "weights_parameters": about.weights_parameters,
+        "weights_counted_from": about.weights_counted_from,
+        "weights_dtype": about.weights_dtype,
+        "weights_quantisation": about.weights_quantisation,
+        "weights_packing": about.weights_packing,
+        "weights_uncounted": list(about.weights_uncounted),
         "kv_dtype": spec.kv_dtype,
-        "kv_budget_bytes": plan.kv_budget_bytes,
+        "kv_cache_bytes": plan.kv_budget_bytes,
+        "kv_budget_bytes": max(0, plan.kv_budget_bytes - headroom_bytes),
+        "headroom_blocks": plan.headroom_blocks if layout is not None else None,
         "growing_bytes_per_token": spec.growing_bytes_per_token,
         "bytes_per_token": spec.bytes_per_token,
         "fixed_bytes_per_sequence": spec.fixed_bytes_per_sequence,

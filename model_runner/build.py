@@ -193,6 +193,7 @@ def _model_info(chosen: _Choices, plan: Plan, held: int | None = None) -> ModelI
         weights_held_bytes=chosen.weights_held_bytes if held is None else held,
         weights_parameters=chosen.weights_parameters,
         model_type=chosen.source.config.model_type,
+        model_context=getattr(chosen.source.config, "max_position_embeddings", None),
         num_threads=chosen.num_threads,
     )
 

@@ -55,6 +55,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     weights_held_bytes: int  # as they lie in memory, copies in another layout included
     weights_parameters: int
     model_type: str
+    model_context: int | None  # tokens, as the model's configuration states
     num_threads: int = 1
 
     @property

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from app.capacity import About
 from app.options import UsageError
 from app.plan.options import PlanOptions, load_options
 from app.plan.report import Report, as_json, as_table, quantisation_note
@@ -93,7 +94,21 @@ def make_report(options: PlanOptions, model: dict[str, Any]) -> Report:
         limit=limit,
         headroom_blocks=layout.headroom_blocks(Settings().max_num_batched_tokens) if layout else 0,
     )
-    return Report(model["name"], card.name, model["weights"], kept_in, limit, made, why_not, options)
+    described = model["weights"]
+    about = About(
+        model=model["name"],
+        architecture=model["architecture"],
+        model_context=config.get("max_position_embeddings"),
+        device=card.name,
+        device_memory_bytes=card.memory_bytes,
+        weights_parameters=described["parameters"],
+        weights_counted_from=described["source"],
+        weights_dtype=kept_in,
+        weights_quantisation=described["quantisation"],
+        weights_packing=described["packing"] if kept_in == "packed" else None,
+        weights_uncounted=tuple(described["uncounted"]),
+    )
+    return Report(about, described, limit, made, why_not, options)
 
 
 def _price(config: dict[str, Any], kv_dtype: str, dtype: str, ranks: int) -> KVCacheSpec:

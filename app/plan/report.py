@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from app.capacity import capacity_fields
+from app.capacity import About, capacity_fields
 from app.plan.options import PlanOptions
 from model_runner.core.capacity import Plan, cached_tokens
 from model_runner.sizes import format_size
@@ -16,40 +16,29 @@ from model_runner.sizes import format_size
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    model: str
-    device: str
+    about: About
     stored: dict[str, Any]  # as model_description.Weights
-    dtype: str  # what the weights are kept in, "stored", or "packed"
-    longest_context: int  # the model's
+    longest_context: int  # the model's, or what is taken for it where the configuration states none
     plan: Plan
     why_not_served: str  # "" when Plimsoll serves it
     options: PlanOptions
 
+    @property
+    def model(self) -> str:
+        return self.about.model
+
+    @property
+    def device(self) -> str:
+        return self.about.device
+
+    @property
+    def dtype(self) -> str:
+        return self.about.weights_dtype
+
 
 def as_json(report: Report) -> str:
     """Keys are documented in docs/plan.md. Bytes are of one device, times are seconds."""
-    plan = report.plan
-    spec = plan.spec
-    answer = {
-        "model": report.model,
-        "model_type": spec.model_type,
-        "device": report.device,
-        "device_memory_bytes": plan.device.memory_bytes,
-        "memory_bandwidth_bytes_per_second": plan.device.bandwidth,
-        "tensor_parallel": spec.tensor_parallel,
-        "weights_bytes": plan.weights.total_bytes,
-        "weights_parameters": report.stored["parameters"],
-        "weights_counted_from": report.stored["source"],
-        "weights_dtype": report.dtype,
-        "weights_quantisation": report.stored["quantisation"],
-        "weights_packing": report.stored["packing"] if report.dtype == "packed" else None,
-        "weights_expert_bytes": plan.weights.expert_bytes,
-        "weights_unread_bytes": plan.weights.unread_bytes,
-        "weights_uncounted": list(report.stored["uncounted"]),
-        "headroom_blocks": plan.headroom_blocks if plan.layout is not None else None,
-        **capacity_fields(plan, report.why_not_served),
-    }
-    return json.dumps(answer, indent=2)
+    return json.dumps(capacity_fields(report.plan, report.about, report.why_not_served), indent=2)
 
 
 def as_table(report: Report) -> str:

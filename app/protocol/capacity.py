@@ -53,15 +53,26 @@ class Capacity(Answer):
     object: Literal["capacity"]
     model: str
     model_type: str
+    architecture: str | None
+    model_context: int | None
     device: str
     device_memory_bytes: int | None
     memory_bandwidth_bytes_per_second: float | None
     tensor_parallel: int
     weights_bytes: int
+    weights_expert_bytes: int
+    weights_unread_bytes: int
+    weights_parameters: int
+    weights_counted_from: Literal["safetensors", "gguf", "config"]
     weights_dtype: str
+    weights_quantisation: str | None
+    weights_packing: str | None
+    weights_uncounted: list[str]
     max_model_len: int
     kv_dtype: str
+    kv_cache_bytes: int
     kv_budget_bytes: int
+    headroom_blocks: int
     growing_bytes_per_token: int
     bytes_per_token: int
     fixed_bytes_per_sequence: int

@@ -8,7 +8,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from app.capacity import capacity_fields
+from app.capacity import About, capacity_fields
 from app.errors import error_body, json_response, status_and_type
 from app.protocol.capacity import AdmissionCheck, Capacity
 from app.protocol.requests import ChatCompletionRequest, CompletionRequest
@@ -76,16 +76,8 @@ def _capacity(services: Services) -> dict[str, Any]:
     model, stats = services.engine.model, services.engine.stats
     return {
         "object": "capacity",
-        "model": services.settings.served_model_name,
-        "model_type": model.model_type,
-        "device": model.device,
-        "device_memory_bytes": None,
-        "memory_bandwidth_bytes_per_second": None,
-        "tensor_parallel": 1,
-        "weights_bytes": model.weights_bytes,
-        "weights_dtype": model.dtype,
+        **capacity_fields(_plan(model), _about(model, services.settings.served_model_name)),
         "max_model_len": model.max_model_len,
-        **capacity_fields(_plan(model)),
         "reserved_bytes": stats.reserved_bytes,
         "used_bytes": stats.used_bytes,
         "free_bytes": stats.free_bytes,
@@ -94,17 +86,32 @@ def _capacity(services: Services) -> dict[str, Any]:
     }
 
 
+def _about(model: ModelInfo, name: str) -> About:
+    return About(
+        model=name,
+        architecture=model.architecture,
+        model_context=model.model_context,
+        device=model.device,
+        device_memory_bytes=None,
+        weights_parameters=model.weights_parameters,
+        weights_counted_from="config",  # of what is loaded, whatever the files hold beside it
+        weights_dtype=model.dtype,
+    )
+
+
 def _plan(model: ModelInfo) -> Plan:
     longest = model.max_model_len
+    kv_bytes = (model.num_blocks + model.headroom_blocks) * model.layout.block_bytes
     return make_plan(
         model.layout.needs(model.model_type),
         model.layout,
         model.weights,
-        Device(model.weights_bytes + model.kv_budget_bytes),
-        kv_budget_bytes=model.kv_budget_bytes,
+        Device(model.weights_bytes + kv_bytes),
+        kv_budget_bytes=kv_bytes,
         contexts=(*(context for context in _CONTEXTS if context < longest), longest),
         batches=_BATCHES,
         limit=longest,
+        headroom_blocks=model.headroom_blocks,
     )
 
 

@@ -74,7 +74,8 @@ class _Tensor:
 
 
 def describe(model: str, cache_dir: str) -> dict[str, Any]:
-    """{"name", "config", "weights"}: the resolved configuration, and Weights, as plain data.
+    """{"name", "architecture", "config", "weights"}: the class that the configuration names, its fields
+    resolved, and Weights, as plain data.
 
     `model` is a directory (with or without weights), a hub id, a config.json, a .gguf file, or "" for the
     embedded model. Raises StartupError, with the reason, for what can't be read.
@@ -84,11 +85,7 @@ def describe(model: str, cache_dir: str) -> dict[str, Any]:
         files = model_files.resolve(model, cache_dir)
         config = read_source(files).config
         weights = _stored("gguf", _gguf_tensors(files.path), config, None)
-        return {
-            "name": model_files.default_name(model),
-            "config": resolved(config),
-            "weights": asdict(weights),
-        }
+        return _described(model_files.default_name(model), config, weights)
     if path.is_dir():
         config, quantisation = _read_config(path / "config.json")
         weights = _of_folder(path, config, quantisation)
@@ -99,7 +96,16 @@ def describe(model: str, cache_dir: str) -> dict[str, Any]:
         raise StartupError(f"There is no file or directory {model}.")
     else:
         config, weights = _from_hub(model)
-    return {"name": model, "config": resolved(config), "weights": asdict(weights)}
+    return _described(model, config, weights)
+
+
+def _described(name: str, config: PreTrainedConfig, weights: Weights) -> dict[str, Any]:
+    return {
+        "name": name,
+        "architecture": next(iter(config.architectures or ()), None),
+        "config": resolved(config),
+        "weights": asdict(weights),
+    }
 
 
 def _read_config(path: Path) -> tuple[PreTrainedConfig, dict[str, Any] | None]:

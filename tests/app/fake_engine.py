@@ -42,6 +42,7 @@ def model_info(*, max_model_len: int = 512, vocab_size: int = 49152) -> ModelInf
         weights_held_bytes=2,
         weights_parameters=134_515_008,
         model_type="llama",
+        model_context=8192,
     )
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from app.cli import main
 from app.protocol.capacity import AdmissionCheck, Capacity
 from model_runner.errors import Draining
 from model_runner.tokenizer import Tokenizer
@@ -33,6 +37,40 @@ def test_capacity_is_the_plan_of_the_running_server(server: Server) -> None:
     assert capacity.allocated.blocks == 64
     assert [(group.kind, group.layers) for group in capacity.groups] == [("full", 30)]
     assert [at.longest_context for at in capacity.batches] == [512, 129, 33, 9]
+
+
+SERVERS_OWN = {
+    *("object", "max_model_len", "running_requests", "waiting_requests"),
+    *("reserved_bytes", "used_bytes", "free_bytes"),
+}
+
+
+def test_a_server_and_a_plan_say_the_same_things_by_the_same_names(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capacity = server.http.get("/v1/capacity").json()
+    words = ["--format", "json", "--device-memory", "2GiB", "--cache-dir", str(tmp_path)]
+    assert main(["plan", *words]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert set(capacity) - set(plan) == SERVERS_OWN
+    assert set(plan) - set(capacity) == set()
+    assert set(plan["allocated"]) == set(capacity["allocated"])
+    for of in ("groups", "contexts", "batches"):
+        assert set(plan[of][0]) == set(capacity[of][0])
+    for of in ("model_type", "architecture", "weights_parameters", "weights_quantisation"):
+        assert plan[of] == capacity[of]
+    page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    assert [key for key in SERVERS_OWN if f"`{key}`" not in page] == []
+
+
+def test_what_is_kept_aside_for_prefills_is_no_budget(engine: FakeEngine, tokenizer: Tokenizer) -> None:
+    engine.model = replace(engine.model, headroom_blocks=4)
+    with Server(engine, tokenizer) as server:
+        capacity = Capacity.model_validate(server.http.get("/v1/capacity").json())
+    assert capacity.headroom_blocks == 4
+    assert capacity.kv_cache_bytes == 68 * BLOCK_BYTES
+    assert capacity.kv_budget_bytes == 64 * BLOCK_BYTES
+    assert capacity.allocated.blocks == 64
 
 
 def test_a_completion_is_priced_and_not_run(server: Server) -> None:

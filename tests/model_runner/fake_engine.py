@@ -91,6 +91,7 @@ def build(config: EngineConfig, on_progress: OnProgress, on_planned: OnPlanned) 
         weights_held_bytes=0,
         weights_parameters=0,
         model_type="llama",
+        model_context=None,
     )
     on_progress("counting", 0.5)
     on_planned(model)
