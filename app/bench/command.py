@@ -1,4 +1,4 @@
-"""`plimsoll bench`: one measurement after another, a progress bar, one report."""
+"""`plimsoll bench`: one measurement after another, how far it has come, one report."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 import httpx
 import uvicorn
-from tqdm import tqdm
 
-from app.bench.client import Client, Sample
+from app.bench.client import Client
 from app.bench.load import bodies, closed_loop, open_loop
 from app.bench.machine import ProcessorMeter, read_bandwidth, weights_bytes
 from app.bench.options import BenchOptions, load_options
+from app.bench.progress import Progress
 from app.bench.report import Measurement, Roofline, as_json, as_table, measure
 from app.options import UsageError
 
@@ -57,28 +57,23 @@ async def _measure(
     level: float,
     roofline: Roofline | None,
 ) -> Measurement:
-    await closed_loop(
-        client, asked, requests=options.warmup, concurrency=options.warmup, on_end=lambda sample: None
-    )
     requests = options.requests or _enough(mode, level)
-    with tqdm(total=requests, desc=f"{mode} {level:g}", unit="request", disable=None) as bar:
-        errors = 0
-
-        def on_end(sample: Sample) -> None:
-            nonlocal errors
-            if sample.error is not None:
-                errors += 1
-                bar.set_postfix(errors=errors, refresh=False)
-            bar.update()
-
+    async with Progress(f"{mode} {level:g}", requests, options.warmup) as progress:
+        await closed_loop(
+            client,
+            asked,
+            requests=options.warmup,
+            concurrency=options.warmup,
+            on_end=progress.warmed_up,
+        )
         meter = ProcessorMeter(options.base_url)
         if mode == "rate":
             samples = await open_loop(
-                client, asked, requests=requests, rate=level, seed=options.seed, on_end=on_end
+                client, asked, requests=requests, rate=level, seed=options.seed, on_end=progress.ended
             )
         else:
             samples = await closed_loop(
-                client, asked, requests=requests, concurrency=int(level), on_end=on_end
+                client, asked, requests=requests, concurrency=int(level), on_end=progress.ended
             )
         return measure(mode, level, samples, meter.read(), roofline)
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,9 +11,11 @@ from typing import Any
 import pytest
 from starlette.responses import JSONResponse, Response
 
+from app.bench.client import Sample
 from app.bench.command import bench
 from app.bench.machine import ProcessorMeter, read_bandwidth, weights_bytes
 from app.bench.options import OPTIONS, load_options
+from app.bench.progress import Progress
 from app.bench.prompts import make_prompt
 from app.options import UsageError
 from tests.app.bench.server import Server
@@ -198,3 +202,30 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert left.value.code == 0
     shown = capsys.readouterr().out
     assert all(option.flag in shown for option in OPTIONS)
+
+
+def test_progress_is_told_in_lines_where_there_is_no_terminal(
+    server: Server, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("app.bench.progress._LINE_SECONDS", 0.03)
+    run("--concurrency", "1", "--requests", "10", "--warmup", "4")
+    lines = capsys.readouterr().err.splitlines()
+    shape = re.compile(r"concurrency 1: (warm-up, )?(\d+) of (10|4) requests, \d+ s")
+    told = [shape.fullmatch(line) for line in lines]
+    assert lines
+    assert all(told), lines
+    ended = [int(each[2]) for each in told if each and not each[1]]
+    assert ended
+    assert ended == sorted(ended)
+    assert any(each and each[1] for each in told)
+
+
+def test_failures_are_told_with_the_progress() -> None:
+    async def scenario() -> str:
+        async with Progress("rate 2", 10, 1) as progress:
+            progress.warmed_up(Sample())
+            progress.ended(Sample())
+            progress.ended(Sample(error="timeout"))
+            return progress._line(7.4)
+
+    assert asyncio.run(scenario()) == "rate 2: 2 of 10 requests, 1 failed, 7 s"
