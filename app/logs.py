@@ -6,7 +6,7 @@ import logging
 from typing import Any, TextIO
 
 from model_runner import log_format as lines
-from model_runner.errors import ClientError, KVCacheBudgetExceeded, LoadError, PlimsollError
+from model_runner.errors import ClientError, KVCacheBudgetExceeded, LoadError, NoRoom, PlimsollError
 from model_runner.types import Ending
 
 logger = logging.getLogger("plimsoll")
@@ -35,14 +35,21 @@ def event(message: str, *, level: int = logging.INFO, **fields: Any) -> None:
 
 def refusal(request_id: str, error: PlimsollError) -> None:
     """The one line of a request that was turned away before it was taken."""
-    priced = error if isinstance(error, KVCacheBudgetExceeded) else None
+    figures: dict[str, Any] = {}
+    if isinstance(error, KVCacheBudgetExceeded):
+        figures = {"required_bytes": error.required_bytes, "budget_bytes": error.budget_bytes}
+    elif isinstance(error, NoRoom) and (short := error.shortage) is not None:
+        figures = {
+            "required_bytes": short.required_bytes,
+            "free_bytes": short.free_bytes,
+            "predicted_wait_seconds": round(short.predicted_wait_seconds, 3),
+        }
     event(
         "request refused",
         request_id=request_id,
         code=error.reason.value,
         param=error.param if isinstance(error, ClientError) else None,
-        required_bytes=None if priced is None else priced.required_bytes,
-        budget_bytes=None if priced is None else priced.budget_bytes,
+        **figures,
         retry_after_seconds=round(error.retry_after_seconds, 3) if isinstance(error, LoadError) else None,
         told=error.message[:_LONGEST_MESSAGE],
     )

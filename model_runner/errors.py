@@ -9,8 +9,9 @@ PlimsollError
 │   ├── InvalidAPIKey
 │   └── ModelNotFound
 ├── LoadError               nothing is wrong with the request; come back in `retry_after_seconds`
-│   ├── QueueFull
-│   ├── WaitTooLong             the predicted wait is past the deadline
+│   ├── NoRoom
+│   │   ├── QueueFull
+│   │   └── WaitTooLong             the predicted wait is past the deadline
 │   ├── QueueTimeout            the deadline passed while it waited
 │   ├── TooManyConnections
 │   ├── Draining
@@ -26,6 +27,7 @@ PlimsollError
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -114,11 +116,28 @@ class LoadError(PlimsollError):
         self.retry_after_seconds = retry_after_seconds
 
 
-class QueueFull(LoadError):
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """What a request that is turned away needs, and what there is."""
+
+    required_bytes: int
+    free_bytes: int
+    predicted_wait_seconds: float
+
+
+class NoRoom(LoadError):
+    """`shortage` is None of a request that was turned away before it was priced."""
+
+    def __init__(self, message: str, *, retry_after_seconds: float, shortage: Shortage | None = None) -> None:
+        super().__init__(message, retry_after_seconds=retry_after_seconds)
+        self.shortage = shortage
+
+
+class QueueFull(NoRoom):
     reason = Reason.QUEUE_FULL
 
 
-class WaitTooLong(LoadError):
+class WaitTooLong(NoRoom):
     reason = Reason.WAIT_TOO_LONG
 
 

@@ -13,6 +13,7 @@ from model_runner.errors import (
     QueueFull,
     QueueTimeout,
     Reason,
+    Shortage,
     WaitTooLong,
 )
 from model_runner.sizes import format_size as size
@@ -64,21 +65,24 @@ def come_back(
 ) -> PlimsollError:
     """The error for a request that could run, but not now."""
     wait = rejected.predicted_wait_seconds
+    shortage = Shortage(ask.blocks * block_bytes, admission.free_blocks * block_bytes, wait)
     needs = (
-        f"This request needs {size(ask.blocks * block_bytes)} of KV cache; "
-        f"{size(admission.free_blocks * block_bytes)} of {size(admission.num_blocks * block_bytes)} is free"
+        f"This request needs {size(shortage.required_bytes)} of KV cache; "
+        f"{size(shortage.free_bytes)} of {size(admission.num_blocks * block_bytes)} is free"
     )
     if rejected.reason is Reason.QUEUE_FULL:
         return QueueFull(
             f"{needs} and the queue is full ({admission.queue_length} requests). "
             f"There should be room for it in {wait:.1f} seconds.",
             retry_after_seconds=wait,
+            shortage=shortage,
         )
     assert rejected.reason is Reason.WAIT_TOO_LONG
     return WaitTooLong(
         f"{needs} and {admission.queue_length} requests are ahead of it. The predicted wait of {wait:.1f} "
         f"seconds is over the limit of {admission.max_queue_seconds:g} seconds.",
         retry_after_seconds=wait,
+        shortage=shortage,
     )
 
 

@@ -22,6 +22,7 @@ RAISED: list[tuple[PlimsollError, int]] = [
     (errors.QueueTimeout("m", retry_after_seconds=WAIT), 504),
     (errors.Draining("m", retry_after_seconds=WAIT), 503),
     (errors.Starting("m", retry_after_seconds=WAIT), 503),
+    (errors.TooManyConnections("m", retry_after_seconds=WAIT), 503),
     (errors.EngineRestarting("m", retry_after_seconds=WAIT), 503),
     (errors.ServerFault("m"), 500),
     (errors.EngineDied("m"), 500),

@@ -9,7 +9,7 @@ from datetime import datetime
 import pytest
 
 from app import logs
-from model_runner.errors import InvalidRequest, KVCacheBudgetExceeded, QueueFull
+from model_runner.errors import InvalidRequest, KVCacheBudgetExceeded, QueueFull, Shortage, WaitTooLong
 from model_runner.types import Ending
 
 ENDING = Ending(
@@ -109,11 +109,19 @@ def test_one_line_for_each_refusal() -> None:
     never = KVCacheBudgetExceeded("too much", required_bytes=300, budget_bytes=200, largest_max_tokens=7)
     logs.refusal("r-1", never)
     logs.refusal("r-2", QueueFull("full", retry_after_seconds=1.23456))
-    first, second = map(json.loads, stream.getvalue().splitlines())
+    short = Shortage(required_bytes=8192, free_bytes=4096, predicted_wait_seconds=1.23456)
+    logs.refusal("r-2a", QueueFull("full", retry_after_seconds=1.3, shortage=short))
+    logs.refusal("r-2b", WaitTooLong("long", retry_after_seconds=1.3, shortage=short))
+    first, second, *short_of_room = map(json.loads, stream.getvalue().splitlines())
     assert first["message"] == second["message"] == "request refused"
     assert (first["request_id"], first["code"]) == ("r-1", "kv_cache_budget_exceeded")
     assert (first["required_bytes"], first["budget_bytes"]) == (300, 200)
     assert (second["code"], second["retry_after_seconds"]) == ("queue_full", 1.235)
+    assert "required_bytes" not in second
+    assert [line["code"] for line in short_of_room] == ["queue_full", "wait_too_long"]
+    for line in short_of_room:
+        assert (line["required_bytes"], line["free_bytes"]) == (8192, 4096)
+        assert (line["predicted_wait_seconds"], line["retry_after_seconds"]) == (1.235, 1.3)
 
 
 def test_what_a_client_sent_does_not_fill_the_log() -> None:

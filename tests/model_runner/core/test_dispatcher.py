@@ -14,6 +14,7 @@ from model_runner.errors import (
     PlimsollError,
     QueueFull,
     QueueTimeout,
+    Shortage,
     WaitTooLong,
 )
 from model_runner.messages import Abort, StepDone, Submit, ToEngine
@@ -96,12 +97,14 @@ def test_refusals_name_their_numbers() -> None:
         house.submit(3)
     # 96 tokens, then 128 twice, at 10 ms each; and a millisecond for each prompt.
     assert full.value.retry_after_seconds == pytest.approx(3.523)
+    assert full.value.shortage == Shortage(96 << 10, 64 << 10, full.value.retry_after_seconds)
     patient, hasty = House(max_queue_seconds=1.0), House(max_queue_seconds=0.5)
     for house in (patient, hasty):
         house.submit(6)
     patient.submit(8)
-    with pytest.raises(WaitTooLong, match=r"predicted wait of 1\.0 seconds is over the limit of 0\.5"):
+    with pytest.raises(WaitTooLong, match=r"wait of 1\.0 seconds is over the limit of 0\.5") as long:
         hasty.submit(8)
+    assert long.value.shortage == Shortage(256 << 10, 64 << 10, long.value.retry_after_seconds)
 
 
 def test_nobody_who_is_late_is_let_in_by_anothers_going() -> None:
