@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -20,12 +21,14 @@ from model_runner.async_engine import Submission
 from model_runner.core.admission import Admitted, Queued
 from model_runner.core.capacity import Device, Plan, make_plan
 from model_runner.core.quotes import Quote
-from model_runner.errors import InvalidRequest, LoadError
+from model_runner.errors import ContextLengthExceeded, InvalidRequest, LoadError
 from model_runner.messages import ModelInfo
 from model_runner.tokenizer import Tokenizer
 
 _CONTEXTS = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
 _BATCHES = (1, 8, 32, 128)
+# What is longer is refused and not priced: the figures would not fit a JSON number.
+_PRICEABLE_TOKENS = 1 << 31
 
 
 def capacity_router(services: Services) -> APIRouter:
@@ -44,22 +47,26 @@ def capacity_router(services: Services) -> APIRouter:
     async def check_admission(request: Request) -> Response:
         """What a completion would cost and what would become of it now. Nothing is run, nothing reserved.
 
-        The body is the one of either call. What would be refused as malformed is refused here as well.
+        The body is the one of either call. What would be refused as malformed is refused here as well; what
+        is longer than the model's context, or than the whole cache, is priced and said to be rejected.
         """
-        valid = await read_and_validate(_validate, request, services)
+        valid, too_long = await read_and_validate(_validate, request, services)
         submission = Submission(
             request_id=request.state.request_id,
             prompts=valid.prompts,
             params=valid.params,
             streaming=valid.stream,
         )
-        return json_response(_check(services, submission, request.state.request_id))
+        return json_response(_check(services, submission, request.state.request_id, too_long))
 
     return router
 
 
-def _validate(body: bytes, limits: Limits, tokenizer: Tokenizer) -> ValidRequest:
-    """As the call whose body it is. Raises ClientError."""
+def _validate(
+    body: bytes, limits: Limits, tokenizer: Tokenizer
+) -> tuple[ValidRequest, ContextLengthExceeded | None]:
+    """As the call whose body it is; and the error that the call would answer, where only the context is in
+    the way. Raises ClientError."""
     try:
         fields = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -67,9 +74,15 @@ def _validate(body: bytes, limits: Limits, tokenizer: Tokenizer) -> ValidRequest
     has = fields if isinstance(fields, dict) else {}
     if has.get("messages") and has.get("prompt") is not None:
         raise InvalidRequest("The body has both `prompt` and `messages`; send one of them.", param="messages")
-    return (COMPLETION if has.get("prompt") is not None or "messages" not in has else CHAT).validate(
-        body, limits, tokenizer
-    )
+    call = COMPLETION if has.get("prompt") is not None or "messages" not in has else CHAT
+    try:
+        return call.validate(body, limits, tokenizer), None
+    except ContextLengthExceeded as error:
+        too_long = error
+    try:
+        return call.validate(body, replace(limits, max_model_len=_PRICEABLE_TOKENS), tokenizer), too_long
+    except ContextLengthExceeded:
+        raise too_long from None
 
 
 def _capacity(services: Services) -> dict[str, Any]:
@@ -115,8 +128,12 @@ def _plan(model: ModelInfo) -> Plan:
     )
 
 
-def _check(services: Services, submission: Submission, request_id: str) -> dict[str, Any]:
+def _check(
+    services: Services, submission: Submission, request_id: str, too_long: ContextLengthExceeded | None
+) -> dict[str, Any]:
     quote = services.engine.quote(submission)
+    if too_long is not None:  # the call never comes to the door
+        quote = replace(quote, decision=None, error=too_long)
     block_bytes = services.engine.model.layout.block_bytes
     stats, error = services.engine.stats, quote.error
     return {

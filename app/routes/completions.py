@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
@@ -25,6 +25,7 @@ from model_runner.async_engine import Submission
 from model_runner.errors import ClientError, LoadError
 from model_runner.tokenizer import Tokenizer
 
+T = TypeVar("T")
 Validate: TypeAlias = Callable[[bytes, Limits, Tokenizer], ValidRequest]
 
 
@@ -105,7 +106,9 @@ async def prepare(call: Call, request: Request, services: Services) -> ValidRequ
         raise
 
 
-async def read_and_validate(validate: Validate, request: Request, services: Services) -> ValidRequest:
+async def read_and_validate(
+    validate: Callable[[bytes, Limits, Tokenizer], T], request: Request, services: Services
+) -> T:
     """The body, bounded in bytes, in time and in company. Raises ClientError and LoadError."""
     with services.preparation.enter() as lease:
         body = await lease.read_body(request)

@@ -111,6 +111,37 @@ def test_what_can_never_fit_is_told_as_the_request_would_be(server: Server) -> N
     assert answer["largest_max_tokens"] == 0  # 25 blocks of each prompt are more than 64
 
 
+@pytest.mark.parametrize(
+    ("body", "prompt_tokens", "max_tokens", "largest"),
+    [
+        ({"prompt": [5] * 20, "max_tokens": 493}, [20], 493, 492),  # one too many for 512
+        ({"prompt": [[5] * 20, [5] * 30], "max_tokens": 600}, [20, 30], 600, 482),
+        ({"prompt": [5] * 600}, [600], 16, 0),
+        (
+            {"prompt": "word " * 2000, "max_tokens": 1},
+            None,
+            1,
+            0,
+        ),  # its letters alone say that it is too long
+        ({"messages": [{"role": "user", "content": "word " * 2000}], "max_tokens": 8}, None, 8, 0),
+    ],
+)
+def test_what_passes_the_context_is_priced_and_told_as_the_request_would_be(
+    server: Server, body: dict[str, Any], prompt_tokens: list[int] | None, max_tokens: int, largest: int
+) -> None:
+    answer = check(server, **body)
+    route = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    refused = server.http.post(route, json=body)
+    assert (answer["decision"], answer["status"]) == ("rejected", refused.status_code)
+    assert answer["error"]["message"] == refused.json()["error"]["message"]
+    assert answer["error"]["code"] == "context_length_exceeded"
+    assert (answer["predicted_wait_seconds"], answer["retry_after_seconds"]) == (None, None)
+    assert prompt_tokens is None or answer["prompt_tokens"] == prompt_tokens
+    assert (answer["max_tokens"], answer["largest_max_tokens"]) == (max_tokens, largest)
+    blocks = sum(-(-(tokens + max_tokens - 1) // 16) for tokens in answer["prompt_tokens"])
+    assert answer["projected_bytes"] == blocks * BLOCK_BYTES == sum(g["bytes"] for g in answer["groups"])
+
+
 def test_a_refusal_of_the_moment_carries_when_to_come_back(server: Server) -> None:
     server.engine.refusal = Draining("The server is shutting down.", retry_after_seconds=3.0)
     answer = check(server, prompt="Hello")
@@ -129,7 +160,8 @@ def test_a_refusal_of_the_moment_carries_when_to_come_back(server: Server) -> No
         (b"[" * 100_000, 400, None),
         (b'{"messages": []}', 400, "messages"),
         (b'{"prompt": "a", "n": 0}', 400, "n"),
-        (b'{"prompt": [5], "max_tokens": 5000}', 400, "prompt"),
+        (b'{"prompt": [5], "max_tokens": 5000000000}', 400, "prompt"),
+        (b'{"prompt": [5], "max_tokens": 5000, "temperature": 9}', 400, "temperature"),
         (b'{"prompt": "a", "model": "another"}', 404, "model"),
     ],
 )
@@ -139,6 +171,12 @@ def test_malformed_bodies_are_refused_as_everywhere(
     response = server.http.post("/v1/admission/check", content=body)
     assert response.status_code == status, response.text
     assert response.json()["error"]["param"] == param
+
+
+def test_what_is_too_long_to_be_priced_is_told_the_models_context(server: Server) -> None:
+    response = server.http.post("/v1/admission/check", json={"prompt": [5], "max_tokens": 2**31})
+    assert response.status_code == 400
+    assert "maximum context length is 512 tokens" in response.json()["error"]["message"]
 
 
 def test_a_check_counts_as_no_admission(server: Server) -> None:
