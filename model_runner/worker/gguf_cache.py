@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import redirect_stderr
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -21,6 +22,8 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from model_runner.errors import ModelNotServable, StartupError
 from model_runner.model_files import file_identity
 
+# What derives them beside our own lines: another version of it may name, shape or round them otherwise.
+_DERIVED_BY = ("transformers", "gguf")
 # Raised whenever the conversion changes, so that older conversions are not used again.
 FORMAT_VERSION = 1
 
@@ -30,7 +33,7 @@ class GGUFCache:
 
     def __init__(self, path: Path, cache_dir: Path) -> None:
         self._path = path
-        self._folder = cache_dir / "weights" / f"{file_identity(path)}-v{FORMAT_VERSION}"
+        self._folder = cache_dir / "weights" / f"{file_identity(path)}-v{FORMAT_VERSION}-{_versions()}"
 
     def read_config(self) -> PreTrainedConfig:
         """The model's config, from the file's metadata (kept: parsing them takes seconds).
@@ -71,6 +74,10 @@ class GGUFCache:
         except (OSError, SafetensorError) as error:
             raise _unwritable(error) from error
         config.save_pretrained(folder)
+
+
+def _versions() -> str:
+    return "-".join(f"{name}-{version(name)}" for name in _DERIVED_BY)
 
 
 class _ProgressBar(io.TextIOBase):

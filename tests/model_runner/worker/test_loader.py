@@ -119,6 +119,31 @@ def test_a_full_disk_is_named_when_a_gguf_is_converted(
     assert list((tmp_path / "cache" / "weights").glob("*/*")) == []
 
 
+@pytest.mark.parametrize("package", ["transformers", "gguf"])
+def test_what_another_version_has_derived_from_a_gguf_is_not_read(
+    tmp_path: Path, families: Any, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    derived: list[int] = []
+
+    def derive(*_: Any, **__: Any) -> dict[str, Any]:
+        derived.append(1)
+        return {"tensors": {}}
+
+    monkeypatch.setattr(gguf_cache, "load_gguf_checkpoint", derive)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+
+    def converted() -> Path:
+        cache = gguf_cache.GGUFCache(tmp_path / "model.gguf", tmp_path / "cache")
+        return cache.convert(families.config("llama"), torch.float32, lambda fraction: None)
+
+    first = converted()
+    assert (converted(), len(derived)) == (first, 1)
+    installed = gguf_cache.version
+    monkeypatch.setattr(gguf_cache, "version", lambda name: "0.0.1" if name == package else installed(name))
+    assert converted() != first
+    assert len(derived) == 2
+
+
 def test_an_encoder_decoder_has_no_decoder_alone(folder: Path) -> None:
     (folder / "config.json").write_text('{"model_type": "t5"}')
     with pytest.raises(ModelNotServable, match="no causal language model for 't5'"):
