@@ -272,6 +272,15 @@ class Settings:
         shown="60s",
         help="An engine whose step takes longer counts as dead, and a new one is started.",
     )
+    engine_start_timeout: float = option(
+        900.0,
+        group=_SERVER,
+        metavar="TIME",
+        parse=duration(0),
+        shown="15m",
+        help="An engine that says nothing of its progress for so long while it starts counts as dead too. "
+        "0: the first start may take as long as it likes.",
+    )
     shutdown_timeout: float = option(
         25.0,
         group=_SERVER,
@@ -328,6 +337,7 @@ class Settings:
             max_queue_requests=self.max_queue_requests,
             max_queue_seconds=self.max_queue_seconds,
             engine_step_timeout=self.engine_step_timeout,
+            engine_start_timeout=self.engine_start_timeout,
         )
 
 

@@ -68,6 +68,7 @@ class DoorPolicy:
     max_queue_requests: int = 1000
     max_queue_seconds: float = 60.0
     engine_step_timeout: float = 60.0
+    engine_start_timeout: float = 900.0  # of silence while it starts; 0.0 is none
     first_back_off_seconds: float = 0.5
     most_back_off_seconds: float = 30.0
 
@@ -115,6 +116,7 @@ class AsyncEngine:
             config,
             command or [sys.executable, "-m", "model_runner.build"],
             step_timeout_seconds=policy.engine_step_timeout,
+            start_timeout_seconds=policy.engine_start_timeout,
             back_off=BackOff(policy.first_back_off_seconds, policy.most_back_off_seconds),
             clock=clock,
         )
@@ -293,8 +295,8 @@ class AsyncEngine:
                 raise EngineMisbehaved(f"it released {error}, which it did not hold") from error
 
     def engine_died(self) -> None:
-        assert self._dispatcher is not None
-        self._dispatcher.engine_died(self._clock())
+        if self._dispatcher is not None:  # None: it hung before it had planned
+            self._dispatcher.engine_died(self._clock())
         self._observer.engine_restarted()
 
     def _plan(self, model: ModelInfo) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import shutil
 import signal
@@ -164,6 +165,7 @@ class Supervisor:
         command: Sequence[str],
         *,
         step_timeout_seconds: float,
+        start_timeout_seconds: float,
         back_off: BackOff,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -175,10 +177,12 @@ class Supervisor:
         self._owner = owner
         self._command = command
         self._step_timeout = step_timeout_seconds
+        self._start_timeout = start_timeout_seconds or math.inf
         self._back_off = back_off
         self._clock = clock
         self._process: EngineProcess | None = None
         self._closing = False
+        self._hung = False  # what ended the last engine was our patience
         self._busy = False  # there is work that the engine owes a word about
         self._heard_at = clock()  # its last word, or when it was given work after it had none
         self._ready_at: float | None = None
@@ -204,7 +208,8 @@ class Supervisor:
             self._process.send(message)
 
     async def run(self) -> None:
-        """Raises StartupError when the first engine doesn't become ready. Returns after `close`."""
+        """Raises StartupError when the first engine fails to become ready; when it hangs, another is tried.
+        Returns after `close`."""
         try:
             directory = tempfile.mkdtemp(prefix="plimsoll-")
         except OSError as error:
@@ -220,7 +225,7 @@ class Supervisor:
                 self.up, self._ready_at = False, None
                 if self._closing:
                     return
-                if self._startup_seconds is None:
+                if self._startup_seconds is None and not self._hung:
                     raise StartupError(cause)
                 delay = self._back_off.after_death(healthy_seconds)
                 logger.error("engine process ended: %s; starting another in %.1f s", cause, delay)
@@ -249,6 +254,7 @@ class Supervisor:
         """One engine's life. Returns what ended it."""
         self.epoch += 1
         self._starts_at = self._clock()
+        self._hung = False
         try:
             process = await EngineProcess.spawn(
                 self._command, self.config, epoch=self.epoch, context=context, directory=directory
@@ -297,23 +303,27 @@ class Supervisor:
         return f"it ended {_how(code)} while it ran" if self.up else _why_not_ready(code)
 
     async def _watch_steps(self, process: EngineProcess) -> str:
-        interval = min(1.0, self._step_timeout / 10)
+        interval = min(1.0, self._step_timeout / 10, self._start_timeout / 10)
         while True:
             await asyncio.sleep(interval)
             # When this process itself was held up, the engine's words may be here, unread.
             if (overdue := self._overdue()) and not await process.has_mail():
+                self._hung = True
                 return overdue
 
     def _overdue(self) -> str | None:
-        """What the engine should have done by now. A first start may take as long as it takes (it may be
-        downloading); it shows how long another one may."""
+        """What the engine should have done by now. A first start (it may be dequantising, or compiling) shows
+        how long another one may take."""
         if self.up:
             if self.silent_seconds > self._step_timeout:
                 return f"a step took longer than {self._step_timeout:g} s"
-        elif self._startup_seconds is not None:
-            patience = max(_STARTUP_PATIENCE * self._startup_seconds, self._step_timeout)
+        else:
+            patience = self._start_timeout
+            if self._startup_seconds is not None:
+                known = max(_STARTUP_PATIENCE * self._startup_seconds, self._step_timeout)
+                patience = min(known, patience)
             if self._clock() - max(self._starts_at, self._heard_at) > patience:
-                return f"it said nothing for {patience:.0f} s while it started"
+                return f"it said nothing for {patience:.3g} s while it started"
         return None
 
 

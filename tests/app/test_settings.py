@@ -61,6 +61,7 @@ WRITTEN: dict[str, tuple[str, Any]] = {
     "max_connections": ("100", 100),
     "api_keys": ("a, b", ("a", "b")),
     "engine_step_timeout": ("5s", 5.0),
+    "engine_start_timeout": ("20m", 1200.0),
     "shutdown_timeout": ("90", 90.0),
     "log_level": ("debug", "debug"),
     "log_format": ("json", "json"),

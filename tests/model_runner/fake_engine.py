@@ -95,6 +95,8 @@ def build(config: EngineConfig, on_progress: OnProgress, on_planned: OnPlanned) 
     )
     on_progress("counting", 0.5)
     on_planned(model)
+    if _is_there(knobs.get("hangs_after_planning_if")):
+        time.sleep(3600)
     time.sleep(float(knobs.get("load_seconds", 0.0)))
     core = EngineCore(
         layout,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -17,7 +18,8 @@ import pytest
 from model_runner.async_engine import AsyncEngine, DoorPolicy, EngineState, Restarted
 from model_runner.config import EngineConfig
 from model_runner.errors import EngineDied, EngineRestarting, Starting, StartupError
-from model_runner.supervisor import BackOff
+from model_runner.supervisor import BackOff, Supervisor
+from tests.model_runner.conftest import Harness, RecordingObserver
 
 KILLS, HANGS, RAISES = 901, 902, 903  # as in fake_engine.py
 FAKE_ENGINE = Path(__file__).with_name("fake_engine.py")
@@ -183,6 +185,62 @@ def test_a_restart_that_hangs_is_given_up_and_tried_again(start_engine, tmp_path
             assert await harness.collect(harness.submit(max_tokens=3)) == {(0, 0): counted(3)}
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("hangs", ["hangs_at_start_if", "hangs_after_planning_if"])
+def test_a_first_start_that_hangs_is_given_up_and_tried_again(
+    tmp_path: Path, hangs: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    hangs_if = tmp_path / "hangs"
+    hangs_if.touch()
+
+    async def scenario() -> None:
+        knobs = json.dumps({hangs: str(hangs_if)})
+        engine = AsyncEngine(
+            EngineConfig(model=knobs, cache_dir="", kv_cache_memory_bytes=1 << 20),
+            DoorPolicy(engine_start_timeout=2.0, first_back_off_seconds=0.01),
+            (observer := RecordingObserver()),
+            command=[sys.executable, str(FAKE_ENGINE)],
+        )
+        try:
+            starting = asyncio.create_task(engine.start(lambda loading: None))
+            async with asyncio.timeout(60):
+                while not observer.restarts:
+                    assert engine.state is EngineState.STARTING
+                    await asyncio.sleep(0.01)
+                hangs_if.unlink()
+                await starting
+                await engine.wait_ready()
+            assert engine.stats.engine_restarts >= 1
+            harness = Harness(engine, observer)
+            assert await harness.collect(harness.submit(max_tokens=3)) == {(0, 0): counted(3)}
+        finally:
+            await engine.close()
+
+    asyncio.run(scenario())
+    assert "it said nothing for 2 s while it started; starting another in 0.0 s" in caplog.text
+
+
+def test_a_first_start_may_take_for_ever_if_told_so() -> None:
+    clock = [0.0]
+    supervisors = [
+        Supervisor(
+            None,  # type: ignore[arg-type]
+            EngineConfig(model="", cache_dir=""),
+            [],
+            step_timeout_seconds=60.0,
+            start_timeout_seconds=seconds,
+            back_off=BackOff(0.5, 30.0),
+            clock=lambda: clock[0],
+        )
+        for seconds in (0.0, 900.0)
+    ]
+    clock[0] = 899.0
+    assert [each._overdue() for each in supervisors] == [None, None]
+    clock[0] = 1e6
+    for_ever, bounded = supervisors
+    assert for_ever._overdue() is None
+    assert bounded._overdue() == "it said nothing for 900 s while it started"
 
 
 def test_closing_while_restarting_leaves_nobody_waiting(start_engine, tmp_path: Path) -> None:
