@@ -18,12 +18,16 @@ class StepResult:
 
     outputs: list[ChoiceOutput]
     released: list[str]
+    grants: list[tuple[str, int]]  # (request id, blocks), where they have changed; empty in strict mode
     prefill_tokens: int
     decode_tokens: int
     running_sequences: int
     waiting_sequences: int
     used_blocks: int
     batch_sequences: int
+    held_sequences: int
+    preempted_requests: int  # in this step
+    recomputed_tokens: int  # that it will cost
 
     def stats(self, step_seconds: float) -> StepStats:
         """The account of the step for StepDone, once the caller has measured how long it took."""
@@ -35,6 +39,9 @@ class StepResult:
             waiting_sequences=self.waiting_sequences,
             used_blocks=self.used_blocks,
             batch_sequences=self.batch_sequences,
+            held_sequences=self.held_sequences,
+            preempted_requests=self.preempted_requests,
+            recomputed_tokens=self.recomputed_tokens,
         )
 
 
@@ -57,6 +64,7 @@ class EngineCore:
         max_num_batched_tokens: int,
         eos_token_ids: Collection[int],
         max_model_len: int,
+        grows: bool = False,
     ) -> None:
         self.runner = runner
         self.scheduler = Scheduler(
@@ -67,6 +75,7 @@ class EngineCore:
             max_num_batched_tokens=max_num_batched_tokens,
             eos_token_ids=eos_token_ids,
             max_model_len=max_model_len,
+            grows=grows,
         )
 
     @property
@@ -77,7 +86,11 @@ class EngineCore:
     def submit(self, submit: Submit) -> None:
         """Take one admitted prompt, with its n choices. It waits until a step has room for it."""
         self.scheduler.submit(
-            submit.request_id, submit.prompt_token_ids, submit.params, submit.reserved_blocks
+            submit.request_id,
+            submit.prompt_token_ids,
+            submit.params,
+            submit.reserved_blocks,
+            submit.priority,
         )
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
@@ -89,10 +102,11 @@ class EngineCore:
         """Run one batch. None when there is nothing to run; drain() then tells what aborts released."""
         if not self.has_work:
             return None
+        before = self.scheduler.preempted_requests, self.scheduler.recomputed_tokens
         scheduled = self.scheduler.schedule()
         produced = self.runner.execute(scheduled)
         outputs = self.scheduler.update_from_output(scheduled, produced)
-        return self._result(scheduled, outputs)
+        return self._result(scheduled, outputs, before)
 
     def drain(self) -> list[str]:
         """Releases not reported yet; each id is returned once, here or in a StepResult."""
@@ -102,14 +116,21 @@ class EngineCore:
         """Raises AssertionError when there is no work and yet something is reserved or held."""
         self.scheduler.check_idle()
 
-    def _result(self, scheduled: SchedulerOutput, outputs: list[ChoiceOutput]) -> StepResult:
+    def _result(
+        self, scheduled: SchedulerOutput, outputs: list[ChoiceOutput], before: tuple[int, int]
+    ) -> StepResult:
+        on_hold = self.scheduler.growth.on_hold
         return StepResult(
             outputs=outputs,
             released=self.scheduler.take_released(),
+            grants=self.scheduler.take_grants(),
             prefill_tokens=scheduled.prefill_tokens,
             decode_tokens=scheduled.decode_tokens,
             running_sequences=self.scheduler.running_sequences,
             waiting_sequences=self.scheduler.waiting_sequences,
             used_blocks=self.scheduler.pool.used,
             batch_sequences=len(scheduled.sequences),
+            held_sequences=sum(request.live_choices for request in on_hold),
+            preempted_requests=self.scheduler.preempted_requests - before[0],
+            recomputed_tokens=self.scheduler.recomputed_tokens - before[1],
         )

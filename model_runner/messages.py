@@ -16,12 +16,14 @@ from model_runner.types import ChoiceOutput, SamplingParams, StepStats
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
-    """Run one prompt (with its n choices). It has been admitted: its blocks are reserved."""
+    """Run one prompt (with its n choices). It has been admitted: its blocks are reserved, or the engine is to
+    grant them as it grows (`reserved_blocks` is 0 then)."""
 
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
     reserved_blocks: int
+    priority: int = 0  # the smaller goes first
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -105,6 +107,8 @@ class StepDone(msgspec.Struct, frozen=True, tag="step"):
     outputs: list[ChoiceOutput]
     released: list[str]
     stats: StepStats | None
+    # (request id, blocks it may hold from now on) where that has changed; of engines that grant as they go.
+    grants: list[tuple[str, int]] = []
 
 
 FromEngine: TypeAlias = Loading | Planned | Ready | StartFailed | StepDone

@@ -74,6 +74,9 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True):
     waiting_sequences: int  # admitted, not yet scheduled
     used_blocks: int  # blocks held after the step, over all layer groups
     batch_sequences: int  # that ran in the step, those it finished included
+    held_sequences: int = 0  # that could have run, and got no block
+    preempted_requests: int = 0  # in this step
+    recomputed_tokens: int = 0  # that must be computed again for it
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):

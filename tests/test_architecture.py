@@ -62,6 +62,8 @@ FLOORS: list[tuple[str, int]] = [
     ("model_runner.core.refusals", 46),
     ("model_runner.core.admission", 44),
     ("model_runner.core.scheduler", 44),
+    ("model_runner.core.growth", 43),
+    ("model_runner.core.step_batch", 43),
     ("model_runner.core.forecast", 42),
     ("model_runner.core.request", 42),
     ("model_runner.core.block_pool", 40),

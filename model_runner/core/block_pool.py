@@ -156,6 +156,8 @@ class BlockTables:
                 self.lease.release(block)
             table.clear()
             self._first_held[g] = 0
+        self.next_trim = self._find_next_trim()
+        self.shares_last_block = False
 
     def _find_next_trim(self) -> int | None:
         # Block i of a group is out of sight once position - window + 1 reaches (i + 1) * block_size.

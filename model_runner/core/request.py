@@ -12,14 +12,14 @@ from model_runner.types import FinishReason, SamplingParams, TokenLogprobs
 class RequestStatus(Enum):
     """Prefill progress is not a status: it is `num_computed_tokens` catching up with the prompt."""
 
-    WAITING = "waiting"  # admitted, not yet scheduled: holds nothing
+    WAITING = "waiting"  # admitted and not yet scheduled, or preempted: holds nothing
     RUNNING = "running"
     FINISHED = "finished"  # every choice has ended and every block is back
 
 
 _TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
     RequestStatus.WAITING: frozenset({RequestStatus.RUNNING, RequestStatus.FINISHED}),
-    RequestStatus.RUNNING: frozenset({RequestStatus.FINISHED}),
+    RequestStatus.RUNNING: frozenset({RequestStatus.WAITING, RequestStatus.FINISHED}),
     RequestStatus.FINISHED: frozenset(),
 }
 
@@ -31,13 +31,24 @@ class Choice:
     index: int
     sequence_id: int
     output_token_ids: list[int] = field(default_factory=list)
+    # Output tokens in the cache: all but the last, unless it was preempted and catches up.
+    num_computed_outputs: int = 0
     tables: BlockTables | None = None  # None until the prompt is computed, and again after the end
     finish_reason: FinishReason | None = None
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether more than its last token must be computed before the next can be drawn."""
+        return self.num_computed_outputs < len(self.output_token_ids) - 1
 
     def finish(self, reason: FinishReason) -> None:
         """Set once. Gives back the choice's blocks."""
         assert self.finish_reason is None, f"choice {self.index} has already ended: {self.finish_reason}"
         self.finish_reason = reason
+        self.forget_cache()
+
+    def forget_cache(self) -> None:
+        self.num_computed_outputs = 0
         if self.tables is not None:
             self.tables.release()
             self.tables = None
@@ -48,6 +59,7 @@ class Request:
     """`tables` are the prompt's, until its last chunk is computed; then the choices share its blocks."""
 
     request_id: str
+    seniority: tuple[int, int]  # (priority, number of arrival): the smallest goes first, whatever befalls it
     prompt_token_ids: list[int]
     params: SamplingParams
     choices: list[Choice]
@@ -59,6 +71,8 @@ class Request:
     num_computed_tokens: int = 0  # of the prompt
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     live_choices: int = field(init=False)
+    generated_tokens: int = 0  # of all its choices
+    protected_until: int = 0  # generated_tokens must reach this before it may be preempted (again)
     _status: RequestStatus = RequestStatus.WAITING
 
     def __post_init__(self) -> None:
@@ -88,6 +102,38 @@ class Request:
     def finish_choice(self, choice: Choice, reason: FinishReason) -> None:
         choice.finish(reason)
         self.live_choices -= 1
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether the prompt's blocks have gone over to the choices."""
+        return self.is_prefilled and not self.tables.num_blocks
+
+    @property
+    def has_output(self) -> bool:
+        """Whether the prompt was computed before: its choices go on from what they have drawn."""
+        return self.generated_tokens > 0
+
+    @property
+    def longest_output(self) -> int:
+        return max(len(choice.output_token_ids) for choice in self.live())
+
+    def behind(self) -> Choice | None:
+        """The first choice that must catch up."""
+        return next((choice for choice in self.live() if choice.is_behind), None)
+
+    def forget_cache(self) -> int:
+        """Give every block back and keep every token. Returns how many tokens must be computed again."""
+        computed = self.num_computed_tokens
+        computed += sum(choice.num_computed_outputs for choice in self.live())
+        for choice in self.live():
+            choice.forget_cache()
+        self.tables.release()
+        self.num_computed_tokens = 0
+        if not self.has_output:
+            self.prompt_logprobs.clear()
+        # It must get on by at least one token before its work may be thrown away again.
+        self.protected_until = self.generated_tokens + 1
+        return computed
 
     def fork(self) -> None:
         """The prompt is computed: hand its blocks to the choices that go on."""

@@ -137,6 +137,7 @@ class Engine(EngineCore):
         max_num_batched_tokens: int = 16,
         eos_token_ids: Sequence[int] = (),
         max_model_len: int = 1000,
+        grows: bool = False,
     ) -> None:
         layout = layout_with(windows, block_size)
         if headroom_blocks is None:
@@ -153,14 +154,18 @@ class Engine(EngineCore):
             max_num_batched_tokens=max_num_batched_tokens,
             eos_token_ids=eos_token_ids,
             max_model_len=max_model_len,
+            grows=grows,
         )
         self.fake.pool = self.scheduler.pool
 
-    def ask(self, request_id: str, prompt: Sequence[int], max_tokens: int = 4, **params: Any) -> int:
+    def ask(
+        self, request_id: str, prompt: Sequence[int], max_tokens: int = 4, priority: int = 0, **params: Any
+    ) -> int:
         """Submit at the exact price, which is returned."""
         sampling = SamplingParams(max_tokens=max_tokens, **params)
         price = self.layout.request_blocks(len(prompt), max_tokens, sampling.n)
-        self.submit(Submit(request_id, list(prompt), sampling, price))
+        reserved = 0 if self.scheduler.growth.grows else price
+        self.submit(Submit(request_id, list(prompt), sampling, reserved, priority))
         return price
 
     def run(self) -> list[ChoiceOutput]:

@@ -16,6 +16,7 @@ def make_request(
     lease = BlockLease(BlockPool(20), 20)
     return Request(
         request_id="r",
+        seniority=(0, 1),
         prompt_token_ids=[1, 2, 3, 4, 5, 6],
         params=SamplingParams(max_tokens=max_tokens, n=n, **params),
         choices=[Choice(index, index) for index in range(n)],
@@ -30,7 +31,7 @@ def make_request(
 WAITING, RUNNING, FINISHED = RequestStatus.WAITING, RequestStatus.RUNNING, RequestStatus.FINISHED
 
 
-@pytest.mark.parametrize("path", [[RUNNING, FINISHED], [FINISHED]])
+@pytest.mark.parametrize("path", [[RUNNING, FINISHED], [FINISHED], [RUNNING, WAITING, FINISHED]])
 def test_the_ways_through(path: list[RequestStatus]) -> None:
     request = make_request()
     assert request.status is WAITING
@@ -41,9 +42,9 @@ def test_the_ways_through(path: list[RequestStatus]) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [[WAITING], [RUNNING, RUNNING], [RUNNING, WAITING], [FINISHED, RUNNING], [FINISHED, FINISHED]],
+    [[WAITING], [RUNNING, RUNNING], [FINISHED, WAITING], [FINISHED, RUNNING], [FINISHED, FINISHED]],
 )
-def test_there_is_no_way_back_and_none_out_of_finished(path: list[RequestStatus]) -> None:
+def test_nothing_starts_twice_and_nothing_leaves_finished(path: list[RequestStatus]) -> None:
     request = make_request()
     for status in path[:-1]:
         request.change_status(status)

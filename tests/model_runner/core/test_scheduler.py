@@ -265,7 +265,7 @@ def test_the_doors_mistakes_assert() -> None:
     engine.ask("a", range(4), max_tokens=5)
     with pytest.raises(AssertionError, match="already here"):
         engine.ask("a", range(4), max_tokens=5)
-    with pytest.raises(AssertionError, match="more blocks are reserved than there are"):
+    with pytest.raises(AssertionError, match="more blocks are granted than there are"):
         engine.ask("b", range(12), max_tokens=1)
     engine = Engine()
     params = SamplingParams(max_tokens=5)
