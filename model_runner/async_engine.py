@@ -15,7 +15,8 @@ import msgspec
 
 from model_runner.config import EngineConfig
 from model_runner.core.admission import AdmissionController
-from model_runner.core.dispatcher import Dispatcher, Submission
+from model_runner.core.dispatcher import Dispatcher
+from model_runner.core.live_request import Submission
 from model_runner.core.pace import Pace
 from model_runner.core.quotes import Quote
 from model_runner.core.refusals import price_blocks

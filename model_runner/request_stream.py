@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from model_runner.core.dispatcher import Dispatcher, LiveRequest
+from model_runner.core.dispatcher import Dispatcher
+from model_runner.core.live_request import LiveRequest
 from model_runner.errors import LoadError, PlimsollError
 from model_runner.types import ChoiceOutput, FinishReason, TokenLogprobs
 

@@ -1,7 +1,7 @@
 """The door: who may come in now, who waits, and who is turned away. Nothing here runs a model.
 
-Two things are reserved for every request before it runs, whole or not at all: KV blocks for its whole
-lifetime, and places in the batch. `decide` answers one of three, and the caller must
+A request comes in whole or not at all: when there are places for it in the batch, and room in the cache as
+the policy sees it. `decide` answers one of three, and the caller must
 
     Admitted   hand the request's parts to the engine: its reservation stands from this moment;
     Queued     wait: some later `release`, `cancel`, `expire` or `open` will name it among those let in,
@@ -9,8 +9,9 @@ lifetime, and places in the batch. `decide` answers one of three, and the caller
     Rejected   say so to the client; nothing was reserved, nothing is remembered.
 
 First come, first served: nothing overtakes the head of the queue, and since the head is never larger than
-the whole budget it always gets its turn. A reservation ends with `release`, on the engine's word that the
-blocks are back, or with `close`, when that engine is dead and its memory gone.
+the whole budget it always gets its turn. A reservation is the request's whole price from the start, or what
+the engine says that it has granted it (`grant`), as the policy has it. It ends with `release`, on the
+engine's word that the blocks are back, or with `close`, when that engine is dead and its memory gone.
 """
 
 from __future__ import annotations
@@ -21,19 +22,10 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from model_runner.core.forecast import Forecast
+from model_runner.core.lengths import LengthModel
 from model_runner.core.pace import Pace
+from model_runner.core.policy import Part, Policy, Strict
 from model_runner.errors import Reason
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One prompt of a request, with its choices: what is released as one."""
-
-    part_id: str
-    blocks: int
-    sequences: int
-    prompt_tokens: int
-    max_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +64,9 @@ class Rejected:
 
 Decision: TypeAlias = Admitted | Queued | Rejected
 
+_MANY = 64  # requests that run or wait
+_FRESH_STEPS = 4  # so long a forecast for many is good enough
+
 
 @dataclass(slots=True)
 class _Waiting:
@@ -83,6 +78,7 @@ class _Waiting:
 class _Reservation:
     ask_id: str
     part: Part
+    blocks: int
     generated_tokens: int = 0
     ending: bool = False  # nobody wants more of it: the engine gives its blocks back in its next step
 
@@ -98,7 +94,13 @@ class AdmissionController:
         max_queue_requests: int,
         max_queue_seconds: float,
         pace: Pace,
+        policy: Policy | None = None,
+        lengths: LengthModel | None = None,
     ) -> None:
+        """`lengths` is told of all answers and asked how long those that run may still take; without it
+        everyone is taken to run to max_tokens."""
+        self.policy: Policy = policy or Strict()
+        self.lengths = lengths
         self.num_blocks = num_blocks
         self.max_num_seqs = max_num_seqs
         self.max_queue_requests = max_queue_requests
@@ -112,7 +114,9 @@ class AdmissionController:
         self._reservations: dict[str, _Reservation] = {}
         self._sequences: dict[str, int] = {}  # ask_id -> sequences of its parts not yet released
         self._reserved_sequences = 0
-        self._forecast: Forecast | None = None  # at the queue's tail; None when something has changed since
+        self._forecast: Forecast | None = None  # at the queue's tail
+        self._forecast_made_at = 0.0
+        self._forecast_outdated = False  # something has changed since
 
     @property
     def queue_length(self) -> int:
@@ -128,7 +132,7 @@ class AdmissionController:
 
     def reservations(self) -> dict[str, int]:
         """Blocks by part_id."""
-        return {part_id: reservation.part.blocks for part_id, reservation in self._reservations.items()}
+        return {part_id: reservation.blocks for part_id, reservation in self._reservations.items()}
 
     def queued_ask_ids(self) -> list[str]:
         return list(self._queue)
@@ -163,7 +167,8 @@ class AdmissionController:
 
     def predict_wait(self, ask: Ask, now: float) -> float:
         """Seconds until there would be room for `ask` behind all who wait now."""
-        return max(0.0, self._forecast_at(now).room_at(ask.blocks, self._places(ask.sequences)) - now)
+        footprint = sum(self.policy.footprint(part, 0) for part in ask.parts)
+        return max(0.0, self._forecast_at(now).room_at(footprint, self._places(ask.sequences)) - now)
 
     def open(self) -> list[Ask]:
         """An engine is there. Returns those let in."""
@@ -173,6 +178,8 @@ class AdmissionController:
     def close(self) -> None:
         """The engine is gone and every block with it; nothing is let in until `open`."""
         self._open = False
+        for part_id in self._reservations:
+            self.policy.left(part_id)
         self._reservations.clear()
         self._sequences.clear()
         self.reserved_blocks = 0
@@ -184,7 +191,7 @@ class AdmissionController:
         for ask in reversed(asks):
             self._enqueue(ask, now)
             self._queue.move_to_end(ask.ask_id, last=False)
-        self._forecast = None
+        self._forecast_outdated = True
 
     def release(self, part_ids: Iterable[str]) -> list[Ask]:
         """The engine says that these parts' blocks are back in its pool. Returns those let in by it.
@@ -193,14 +200,15 @@ class AdmissionController:
         """
         for part_id in part_ids:
             reservation = self._reservations.pop(part_id)
-            self.reserved_blocks -= reservation.part.blocks
+            self.reserved_blocks -= reservation.blocks
+            self.policy.left(part_id)
             left = self._sequences.pop(reservation.ask_id)
             self._reserved_sequences -= self._places(left)
             left -= reservation.part.sequences
             if left:
                 self._sequences[reservation.ask_id] = left
                 self._reserved_sequences += self._places(left)
-        self._forecast = None
+        self._forecast_outdated = True
         return self._admit_from_queue()
 
     def cancel(self, ask_id: str) -> list[Ask]:
@@ -209,7 +217,7 @@ class AdmissionController:
         if waiting is None:
             return []
         self.queued_blocks -= waiting.ask.blocks
-        self._forecast = None
+        self._forecast_outdated = True
         return self._admit_from_queue()
 
     def expire(self, now: float) -> tuple[list[Ask], list[Ask]]:
@@ -222,22 +230,45 @@ class AdmissionController:
             self.queued_blocks -= ask.blocks
         deadlines = (waiting.deadline for waiting in self._queue.values())
         self._earliest_deadline = min(deadlines, default=float("inf"))
-        self._forecast = None
+        self._forecast_outdated = True
         return late, self._admit_from_queue()
 
-    def progress(self, part_id: str, generated_tokens: int) -> None:
-        """How far the longest choice of a running part has come. Only forecasts depend on it."""
+    def grant(self, grants: Iterable[tuple[str, int]]) -> None:
+        """The engine says what these parts may hold from now on. One step's grants and releases come
+        together: only their sum stays under the line.
+
+        Raises KeyError for a part that was never let in.
+        """
+        for part_id, blocks in grants:
+            reservation = self._reservations[part_id]
+            self.reserved_blocks += blocks - reservation.blocks
+            reservation.blocks = blocks
+            self.policy.granted(part_id, blocks)
+
+    def progress(self, part_id: str, generated_tokens: int, more: int = 1) -> None:
+        """A choice of a running part has come so far, by so many tokens `more`."""
         reservation = self._reservations.get(part_id)
-        if reservation is not None:
-            reservation.generated_tokens = max(reservation.generated_tokens, generated_tokens)
-            self._forecast = None
+        if reservation is None:
+            return
+        if self.lengths is not None:
+            self.lengths.drawn(generated_tokens, more)
+        if generated_tokens > reservation.generated_tokens:
+            reservation.generated_tokens = generated_tokens
+            self.policy.progressed(part_id, generated_tokens)
+            self._forecast_outdated = True
+
+    def ended(self, generated_tokens: int) -> None:
+        """A choice has come to an end of itself: by a token or a string that stops it."""
+        if self.lengths is not None:
+            self.lengths.ended(generated_tokens)
 
     def ending(self, part_id: str) -> None:
         """Nobody wants any more of this part, and the engine has been told. Only forecasts depend on it."""
         reservation = self._reservations.get(part_id)
         if reservation is not None:
             reservation.ending = True
-            self._forecast = None
+            self.policy.ending(part_id)
+            self._forecast_outdated = True
 
     def _places(self, sequences: int) -> int:
         # A request of more sequences than the batch has places takes them all; the rest wait inside the
@@ -247,18 +278,20 @@ class AdmissionController:
     def _has_room(self, ask: Ask) -> bool:
         return (
             self._open
-            and self.reserved_blocks + ask.blocks <= self.num_blocks
             and self._reserved_sequences + self._places(ask.sequences) <= self.max_num_seqs
+            and self.policy.fits(ask.parts, self.free_blocks)
         )
 
     def _reserve(self, ask: Ask) -> None:
         for part in ask.parts:
             assert part.part_id not in self._reservations
-            self._reservations[part.part_id] = _Reservation(ask.ask_id, part)
-            self.reserved_blocks += part.blocks
+            blocks = 0 if self.policy.grows else part.blocks
+            self._reservations[part.part_id] = _Reservation(ask.ask_id, part, blocks)
+            self.reserved_blocks += blocks
+            self.policy.came_in(part)
         self._sequences[ask.ask_id] = ask.sequences
         self._reserved_sequences += self._places(ask.sequences)
-        self._forecast = None
+        self._forecast_outdated = True
 
     def _enqueue(self, ask: Ask, now: float) -> None:
         deadline = now + self.max_queue_seconds
@@ -279,40 +312,60 @@ class AdmissionController:
         return admitted
 
     def _forecast_at(self, now: float) -> Forecast:
-        """The forecast at the queue's tail, made anew only when something has changed since the last."""
-        if self._forecast is None:
-            self._forecast = forecast = Forecast(
-                self.pace,
-                now=now,
-                free_blocks=self.free_blocks,
-                free_sequences=self.max_num_seqs - self._reserved_sequences,
+        """The forecast at the queue's tail.
+
+        Made anew when something has changed; with many in the house, at most once in a few steps, so that a
+        crowd's arrivals cost a walk each and not a replay of the whole queue.
+        """
+        forecast = self._forecast
+        if forecast is not None and self._forecast_outdated:
+            many = len(self._queue) + len(self._reservations) > _MANY
+            if not many or now - self._forecast_made_at > _FRESH_STEPS * self.pace.decode_seconds(1):
+                forecast = None
+        if forecast is None:
+            forecast = self._forecast = self._make_forecast(now)
+            self._forecast_made_at, self._forecast_outdated = now, False
+        return forecast
+
+    def _make_forecast(self, now: float) -> Forecast:
+        forecast = Forecast(
+            self.pace,
+            now=now,
+            # A policy that looks ahead has found the house full when anybody asks how long it will take.
+            free_blocks=0 if self.policy.grows else self.free_blocks,
+            free_sequences=self.max_num_seqs - self._reserved_sequences,
+        )
+        places_left = {ask_id: self._places(left) for ask_id, left in self._sequences.items()}
+        for reservation in self._reservations.values():
+            part, generated, ending = reservation.part, reservation.generated_tokens, reservation.ending
+            places = min(part.sequences, places_left[reservation.ask_id])
+            places_left[reservation.ask_id] -= places
+            forecast.running(
+                blocks=self.policy.footprint(part, generated),
+                sequences=places,
+                prompt_tokens_left=0 if generated or ending else part.prompt_tokens,
+                tokens_left=1 if ending else self._tokens_left(part, generated),
+                since=now,
             )
-            places_left = {ask_id: self._places(left) for ask_id, left in self._sequences.items()}
-            for reservation in self._reservations.values():
-                part, generated, ending = reservation.part, reservation.generated_tokens, reservation.ending
-                places = min(part.sequences, places_left[reservation.ask_id])
-                places_left[reservation.ask_id] -= places
-                forecast.running(
-                    blocks=part.blocks,
-                    sequences=places,
-                    prompt_tokens_left=0 if generated or ending else part.prompt_tokens,
-                    tokens_left=1 if ending else max(part.max_tokens - generated, 1),
-                    since=now,
-                )
-            for waiting in self._queue.values():
-                self._foresee(forecast, waiting.ask)
-        return self._forecast
+        for waiting in self._queue.values():
+            self._foresee(forecast, waiting.ask)
+        return forecast
 
     def _foresee(self, forecast: Forecast, ask: Ask) -> None:
         places_left = self._places(ask.sequences)
-        since = forecast.let_in(ask.blocks, places_left)
-        for part in ask.parts:
+        footprints = [self.policy.footprint(part, 0) for part in ask.parts]
+        since = forecast.let_in(sum(footprints), places_left)
+        for part, footprint in zip(ask.parts, footprints, strict=True):
             places = min(part.sequences, places_left)
             places_left -= places
             forecast.running(
-                blocks=part.blocks,
+                blocks=footprint,
                 sequences=places,
                 prompt_tokens_left=part.prompt_tokens,
-                tokens_left=part.max_tokens,
+                tokens_left=self._tokens_left(part, 0),
                 since=since,
             )
+
+    def _tokens_left(self, part: Part, generated: int) -> float:
+        left = max(part.max_tokens - generated, 1)
+        return left if self.lengths is None else self.lengths.mean_left(generated, left)

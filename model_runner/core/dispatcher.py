@@ -12,95 +12,20 @@ that engine is dead. An abort ends the first at once and leaves the second to th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Protocol
 
 from msgspec.structs import replace
 
 from model_runner.core import refusals
-from model_runner.core.admission import AdmissionController, Admitted, Ask, Part, Rejected
+from model_runner.core.admission import AdmissionController, Admitted, Ask, Rejected
 from model_runner.core.block_layout import BlockLayout
+from model_runner.core.live_request import Listener, LiveChoice, LiveRequest, Submission
+from model_runner.core.policy import Part
 from model_runner.core.quotes import Quote, largest_that_fit, price_by_group
 from model_runner.errors import EngineDied, PlimsollError, Reason
 from model_runner.messages import Abort, StepDone, Submit, ToEngine
-from model_runner.types import ChoiceOutput, Ending, EngineObserver, FinishReason, SamplingParams
+from model_runner.types import ChoiceOutput, Ending, EngineObserver, FinishReason
 
 MAX_DEATHS = 2  # a request that was running at so many engine deaths may be what kills them
-
-
-@dataclass(frozen=True, slots=True)
-class Submission:
-    """One HTTP request: `prompts` are token ids, `params.n` choices are wanted of each."""
-
-    request_id: str
-    prompts: list[list[int]]
-    params: SamplingParams
-    streaming: bool
-    stop_strings: bool = False  # whoever reads its text may end a choice sooner than its tokens do
-
-
-class Listener(Protocol):
-    """Who waits for a request's tokens."""
-
-    def output(self, prompt_index: int, output: ChoiceOutput) -> None: ...
-
-    def restarted(self) -> None:
-        """All output so far is void: the request runs again from its beginning."""
-
-    def ended(self, error: PlimsollError | None) -> None:
-        """Once, last."""
-
-
-@dataclass(slots=True)
-class _Choice:
-    generated_tokens: int = 0
-    last_token_at: float | None = None
-    finish_reason: FinishReason | None = None
-
-
-@dataclass(slots=True, eq=False)
-class LiveRequest:
-    submission: Submission
-    ask: Ask
-    listener: Listener
-    arrived_at: float
-    projected_bytes: int
-    choices: list[_Choice]  # prompt by prompt
-    unfinished: int
-    admitted_at: float | None = None  # the first time
-    first_token_at: float | None = None
-    running: bool = False  # handed to the engine that is alive now
-    delivered: bool = False  # the client has seen some of it: it can't be run again
-    restart_unseen: bool = False
-    deaths: int = 0
-    ended: bool = False
-    unsaid: Ending | None = None  # a stop string may yet be found in its last tokens
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(len(prompt) for prompt in self.submission.prompts)
-
-    def choice(self, prompt_index: int, choice: int) -> _Choice:
-        return self.choices[prompt_index * self.submission.params.n + choice]
-
-    def has_finished(self, prompt_index: int) -> bool:
-        """Whether every choice of one of its prompts has."""
-        n = self.submission.params.n
-        choices = self.choices[prompt_index * n : (prompt_index + 1) * n]
-        return all(choice.finish_reason is not None for choice in choices)
-
-    @property
-    def generated_tokens(self) -> int:
-        return sum(choice.generated_tokens for choice in self.choices)
-
-    @property
-    def how_finished(self) -> FinishReason:
-        reasons = {choice.finish_reason for choice in self.choices}
-        return FinishReason.LENGTH if FinishReason.LENGTH in reasons else FinishReason.STOP
-
-    def forget_output(self) -> None:
-        self.choices = [_Choice() for _ in self.choices]
-        self.unfinished = len(self.choices)
 
 
 class Dispatcher:
@@ -149,7 +74,7 @@ class Dispatcher:
             error = self._refusal(decision, ask, submission)
             self.observer.decided("rejected", error.reason, projected_bytes)
             raise error
-        choices = [_Choice() for _ in range(ask.sequences)]
+        choices = [LiveChoice() for _ in range(ask.sequences)]
         request = LiveRequest(submission, ask, listener, now, projected_bytes, choices, len(choices))
         self._live[ask.ask_id] = request
         if isinstance(decision, Admitted):
@@ -226,6 +151,7 @@ class Dispatcher:
             self.used_blocks = step.stats.used_blocks
             self.running_sequences = step.stats.running_sequences
             self.waiting_sequences = step.stats.waiting_sequences
+            self.admission.policy.preempted(step.stats.preempted_requests)
             self.observer.stepped(step.stats)
         else:  # an answer to aborts from an engine that has nothing left to run
             self.used_blocks = self.running_sequences = self.waiting_sequences = 0
@@ -236,6 +162,7 @@ class Dispatcher:
             generated_tokens += generated
         if prompt_tokens or generated_tokens:
             self.observer.tokens(prompt=prompt_tokens, generated=generated_tokens)
+        self.admission.grant(step.grants)
         # The late go before anyone is let in: a request past its deadline must not be prefilled.
         self.expire(now)
         self._launch(self.admission.release(step.released), now)
@@ -318,7 +245,7 @@ class Dispatcher:
                         request_id=part.part_id,
                         prompt_token_ids=request.submission.prompts[index],
                         params=request.submission.params,
-                        reserved_blocks=part.blocks,
+                        reserved_blocks=0 if self.admission.policy.grows else part.blocks,
                     )
                 )
 
@@ -341,7 +268,9 @@ class Dispatcher:
                 self.observer.inter_token((now - choice.last_token_at) / generated_tokens)
             choice.last_token_at = now
             choice.generated_tokens += generated_tokens
-            self.admission.progress(output.request_id, choice.generated_tokens)
+            self.admission.progress(output.request_id, choice.generated_tokens, generated_tokens)
+        if output.finish_reason is FinishReason.STOP:
+            self.admission.ended(choice.generated_tokens)
         if output.finish_reason is not None:
             choice.finish_reason = output.finish_reason
             request.unfinished -= 1

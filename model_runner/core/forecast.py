@@ -17,16 +17,16 @@ _FOREVER = float("inf")
 class Forecast:
     """Times are seconds on the caller's clock; `blocks` and `sequences` are what is free at `now`."""
 
-    def __init__(self, pace: Pace, *, now: float, free_blocks: int, free_sequences: int) -> None:
+    def __init__(self, pace: Pace, *, now: float, free_blocks: float, free_sequences: int) -> None:
         self._pace = pace
         self._moment = now
         self._free_blocks = free_blocks
         self._free_sequences = free_sequences
         self._prefill_free_at = now  # prompts are worked off one after the other
-        self._releases: list[tuple[float, int, int]] = []  # (when, blocks, sequences), soonest first
+        self._releases: list[tuple[float, float, int]] = []  # (when, blocks, sequences), soonest first
 
     def running(
-        self, *, blocks: int, sequences: int, prompt_tokens_left: int, tokens_left: int, since: float
+        self, *, blocks: float, sequences: int, prompt_tokens_left: int, tokens_left: float, since: float
     ) -> None:
         """Something that holds its blocks from `since` on, until it has worked off what is left."""
         if prompt_tokens_left:
@@ -36,12 +36,12 @@ class Forecast:
             prefilled_at = since
         insort(self._releases, (prefilled_at + self._pace.decode_seconds(tokens_left), blocks, sequences))
 
-    def room_at(self, blocks: int, sequences: int) -> float:
+    def room_at(self, blocks: float, sequences: int) -> float:
         """When so much will be free, after everything forecast so far has been let in. Changes nothing."""
         when, _, _, _ = self._walk(blocks, sequences)
         return when
 
-    def let_in(self, blocks: int, sequences: int) -> float:
+    def let_in(self, blocks: float, sequences: int) -> float:
         """Take so much as soon as it is free, and move to that moment. Then say `running` for it."""
         when, passed, free_blocks, free_sequences = self._walk(blocks, sequences)
         del self._releases[:passed]
@@ -50,7 +50,7 @@ class Forecast:
         self._moment = when
         return when
 
-    def _walk(self, blocks: int, sequences: int) -> tuple[float, int, int, int]:
+    def _walk(self, blocks: float, sequences: int) -> tuple[float, int, float, int]:
         """(when there is room, releases passed until then, blocks and sequences free at that moment)."""
         free_blocks, free_sequences, when = self._free_blocks, self._free_sequences, self._moment
         if free_blocks >= blocks and free_sequences >= sequences:

@@ -46,5 +46,5 @@ class Pace:
     def prefill_seconds(self, tokens: int) -> float:
         return tokens / self.prefill_tokens_per_second
 
-    def decode_seconds(self, tokens: int) -> float:
+    def decode_seconds(self, tokens: float) -> float:
         return tokens * (self.decode_step_seconds if self.token_seconds is None else self.token_seconds)

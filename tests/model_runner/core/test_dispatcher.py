@@ -6,8 +6,9 @@ import pytest
 
 from model_runner.core.admission import AdmissionController
 from model_runner.core.block_layout import BlockLayout
-from model_runner.core.dispatcher import Dispatcher, LiveRequest, Submission
+from model_runner.core.dispatcher import Dispatcher
 from model_runner.core.kv_spec import KVCacheSpec
+from model_runner.core.live_request import LiveRequest, Submission
 from model_runner.core.pace import Pace
 from model_runner.errors import (
     KVCacheBudgetExceeded,

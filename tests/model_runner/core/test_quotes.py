@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from model_runner.core.admission import AdmissionController, Admitted
 from model_runner.core.block_layout import BlockLayout
 from model_runner.core.capacity import Device, make_plan
-from model_runner.core.dispatcher import Dispatcher, Submission
+from model_runner.core.dispatcher import Dispatcher
+from model_runner.core.live_request import Submission
 from model_runner.core.pace import Pace
 from model_runner.core.quotes import price_by_group
 from model_runner.core.weights import WeightsRead

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from model_runner.core.admission import AdmissionController
-from model_runner.core.dispatcher import Dispatcher, Submission
+from model_runner.core.dispatcher import Dispatcher
+from model_runner.core.live_request import Submission
 from model_runner.core.pace import Pace
 from model_runner.engine import EngineCore
 from model_runner.errors import (

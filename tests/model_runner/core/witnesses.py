@@ -6,8 +6,8 @@ import random
 from collections import Counter
 
 from model_runner.core.block_layout import BlockLayout
-from model_runner.core.dispatcher import LiveRequest, Submission
 from model_runner.core.kv_spec import KVCacheSpec
+from model_runner.core.live_request import LiveRequest, Submission
 from model_runner.core.output import RunnerOutput, SchedulerOutput
 from model_runner.errors import EngineDied, PlimsollError, QueueTimeout
 from model_runner.types import ChoiceOutput, Ending, FinishReason, StepStats

@@ -1,0 +1,101 @@
+"""The cache's use in time to come: what all who run will hold, and how sure that is.
+
+Of each sequence it is known what it holds after so many more tokens (the price list), and how likely it still
+runs then (the length model). At a moment t steps ahead the sum of all has the
+
+    mean       Σ p_i(t) · blocks_i(t)
+    variance   Σ p_i(t) · (1 - p_i(t)) · blocks_i(t)²        (lengths are independent)
+
+and is close to a normal distribution. The peak that is reckoned with is the highest mean + z · deviation over
+all moments: short answers have given their blocks back before long ones need them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import exp, sqrt
+
+from model_runner.core.block_layout import BlockLayout
+from model_runner.core.lengths import LengthModel
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A prompt with its n choices, the longest of which has `generated` tokens."""
+
+    prompt_tokens: int
+    generated: int
+    max_tokens: int
+    n: int
+
+
+class Outlook:
+    """Sums over moments ahead, in blocks. Made from all who run; `add` one more costs the moments only."""
+
+    def __init__(self, layout: BlockLayout, lengths: LengthModel, longest: int) -> None:
+        self._layout = layout
+        self._lengths = lengths
+        self._moments = _moments(longest)
+        block_size = layout.block_size
+        # What a single sequence holds, by its blocks' number: asked for very often.
+        self._held = [
+            layout.sequence_blocks(blocks * block_size) for blocks in range(-(-longest // block_size) + 2)
+        ]
+        self.clear()
+
+    def clear(self) -> None:
+        self._mean = [0.0] * len(self._moments)
+        self._variance = [0.0] * len(self._moments)
+
+    def add(self, running: Iterable[Running]) -> None:
+        for one in running:
+            for index, (mean, variance) in enumerate(self._share(one)):
+                self._mean[index] += mean
+                self._variance[index] += variance
+
+    def peak(self, z: float, more: Iterable[Running] = ()) -> float:
+        """Blocks that the sum will pass only with the risk that `z` deviations stand for."""
+        means, variances = self._mean, self._variance
+        for one in more:
+            shares = self._share(one)
+            means = [mean + share for mean, (share, _) in zip(means, shares, strict=False)] + means[
+                len(shares) :
+            ]
+            variances = [v + share for v, (_, share) in zip(variances, shares, strict=False)] + variances[
+                len(shares) :
+            ]
+        return max(mean + z * sqrt(variance) for mean, variance in zip(means, variances, strict=True))
+
+    def _share(self, one: Running) -> list[tuple[float, float]]:
+        """(mean, variance) of what it holds, at each moment until it must have ended."""
+        table, step = self._lengths.log_survival()
+        last = len(table) - 1
+        now = table[min(one.generated // step, last)]
+        left = one.max_tokens - one.generated
+        tokens = one.prompt_tokens + one.generated
+        block_size, held, n = self._layout.block_size, self._held, one.n
+        shares = []
+        moments = self._moments
+        for index, moment in enumerate(moments):
+            if moment >= left:
+                break
+            at = moment
+            if moments[index + 1] >= left:
+                at = left - 1  # it ends before the next moment: at its largest
+            p = exp(table[min((one.generated + moment) // step, last)] - now)
+            if n == 1:
+                blocks = held[-(-(tokens + at) // block_size)]
+            else:
+                p = 1.0 - (1.0 - p) ** n
+                blocks = self._layout.request_blocks(one.prompt_tokens, one.generated + at + 1, n)
+            shares.append((p * blocks, p * (1.0 - p) * blocks * blocks))
+        return shares
+
+
+def _moments(longest: int) -> list[int]:
+    """Tokens ahead: every 8 at first, then by a quarter more each time; the last is past every end."""
+    moments = [0, 8, 16, 24, 32]
+    while moments[-1] <= longest:
+        moments.append(-(-moments[-1] * 5 // 4 // 8) * 8)
+    return moments

@@ -1,0 +1,175 @@
+"""What there is room for: the question that tells one kind of admission from another.
+
+Strict      a request's whole lifetime is set aside for it; what is free is what nobody has set aside
+Predictive  it is let in while the peak of the cache in time to come stays under the line, but for a
+            stated risk; `max_tokens` bounds what it may grow to and is never the estimate
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Protocol
+
+from model_runner.core.block_layout import BlockLayout
+from model_runner.core.lengths import LengthModel
+from model_runner.core.outlook import Outlook, Running
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One prompt of a request, with its choices: what is released as one. `blocks` is its lifetime's price."""
+
+    part_id: str
+    blocks: int
+    sequences: int
+    prompt_tokens: int
+    max_tokens: int
+
+
+class Policy(Protocol):
+    """Told of everything that the door lets in, and of what becomes of it."""
+
+    grows: bool  # the engine grants blocks as requests grow; else their price is reserved when they come in
+
+    def fits(self, parts: Iterable[Part], free_blocks: int) -> bool:
+        """Whether all of them may come in now. `free_blocks` are neither reserved nor granted."""
+
+    def came_in(self, part: Part) -> None: ...
+
+    def granted(self, part_id: str, blocks: int) -> None: ...
+
+    def progressed(self, part_id: str, generated_tokens: int) -> None:
+        """Its longest choice has come so far."""
+
+    def ending(self, part_id: str) -> None:
+        """Nobody wants more of it: the engine gives its blocks back in its next step."""
+
+    def left(self, part_id: str) -> None: ...
+
+    def preempted(self, requests: int) -> None:
+        """The line was reached, and so many had to give their blocks back."""
+
+    def footprint(self, part: Part, generated_tokens: int) -> float:
+        """Blocks that it takes up, in the mean over what is left of its life: what forecasts of waiting
+        times count in."""
+
+
+class Strict:
+    grows = False
+
+    def fits(self, parts: Iterable[Part], free_blocks: int) -> bool:
+        return sum(part.blocks for part in parts) <= free_blocks
+
+    def footprint(self, part: Part, generated_tokens: int) -> float:
+        return part.blocks
+
+    def came_in(self, part: Part) -> None: ...
+
+    def granted(self, part_id: str, blocks: int) -> None: ...
+
+    def progressed(self, part_id: str, generated_tokens: int) -> None: ...
+
+    def ending(self, part_id: str) -> None: ...
+
+    def left(self, part_id: str) -> None: ...
+
+    def preempted(self, requests: int) -> None: ...
+
+
+class OverflowRisk:
+    """How many deviations to keep from the line so that, in the long run, the stated share of all requests
+    let in is preempted, and not more.
+
+    The share is counted over requests, not over the times the door was asked: asking at every step picks the
+    luckiest moment of many, and a bound on each single answer would say little about what follows. So the
+    distance is set by what did follow: each preemption widens it, each request that ends without one narrows
+    it a little, in the proportion at which both balance at the stated share.
+
+    Source: H. Robbins and S. Monro, "A Stochastic Approximation Method" (1951), for a quantile.
+    """
+
+    _STEP = 0.5  # deviations for one preemption
+    _LEAST, _MOST = 0.25, 6.0
+
+    def __init__(self, share: float) -> None:
+        """`share` lies between 0 and 1, both excluded."""
+        self.share = share
+        self.z = NormalDist().inv_cdf(1.0 - share)
+
+    def preempted(self) -> None:
+        self.z = min(self.z + self._STEP * (1.0 - self.share), self._MOST)
+
+    def ended(self) -> None:
+        self.z = max(self.z - self._STEP * self.share, self._LEAST)
+
+
+class Predictive:
+    grows = True
+
+    def __init__(
+        self, layout: BlockLayout, lengths: LengthModel, *, num_blocks: int, overflow_risk: float
+    ) -> None:
+        self.lengths = lengths
+        self.risk = OverflowRisk(overflow_risk)
+        self.num_blocks = num_blocks
+        self._layout = layout
+        self._outlook = Outlook(layout, lengths, lengths.limit)
+        self._running: dict[str, Running] = {}
+        self._stale = False
+
+    @property
+    def predicted_peak_blocks(self) -> float:
+        """The peak in time to come that is passed only with the stated risk."""
+        self._look_again()
+        return self._outlook.peak(self.risk.z)
+
+    def fits(self, parts: Iterable[Part], free_blocks: int) -> bool:
+        if not self._running:
+            return True  # alone it always fits: its price is no more than all blocks
+        self._look_again()
+        return self._outlook.peak(self.risk.z, [_arriving(part) for part in parts]) <= self.num_blocks
+
+    def came_in(self, part: Part) -> None:
+        one = self._running[part.part_id] = _arriving(part)
+        if not self._stale:
+            self._outlook.add([one])
+
+    def granted(self, part_id: str, blocks: int) -> None: ...
+
+    def progressed(self, part_id: str, generated_tokens: int) -> None:
+        one = self._running.get(part_id)
+        if one is not None and generated_tokens > one.generated:
+            self._running[part_id] = Running(
+                one.prompt_tokens, generated_tokens, max(one.max_tokens, generated_tokens), one.n
+            )
+            self._stale = True
+
+    def ending(self, part_id: str) -> None:
+        if self._running.pop(part_id, None) is not None:
+            self._stale = True
+
+    def left(self, part_id: str) -> None:
+        self.ending(part_id)
+        self.risk.ended()
+
+    def preempted(self, requests: int) -> None:
+        for _ in range(requests):
+            self.risk.preempted()
+
+    def footprint(self, part: Part, generated_tokens: int) -> float:
+        left = self.lengths.mean_left(generated_tokens, part.max_tokens - generated_tokens)
+        return self._layout.request_blocks(
+            part.prompt_tokens, max(round(generated_tokens + left / 2), 1), part.sequences
+        )
+
+    def _look_again(self) -> None:
+        if self._stale:
+            self._outlook.clear()
+            self._outlook.add(self._running.values())
+            self._stale = False
+
+
+def _arriving(part: Part) -> Running:
+    return Running(part.prompt_tokens, 0, part.max_tokens, part.sequences)
