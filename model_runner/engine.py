@@ -26,7 +26,7 @@ class StepResult:
     used_blocks: int
     batch_sequences: int
     held_sequences: int
-    preempted_requests: int  # in this step
+    preempted: list[str]  # requests, in this step
     recomputed_tokens: int  # that it will cost
 
     def stats(self, step_seconds: float) -> StepStats:
@@ -40,7 +40,7 @@ class StepResult:
             used_blocks=self.used_blocks,
             batch_sequences=self.batch_sequences,
             held_sequences=self.held_sequences,
-            preempted_requests=self.preempted_requests,
+            preempted_requests=len(self.preempted),
             recomputed_tokens=self.recomputed_tokens,
         )
 
@@ -65,6 +65,7 @@ class EngineCore:
         eos_token_ids: Collection[int],
         max_model_len: int,
         grows: bool = False,
+        patient: bool = True,
     ) -> None:
         self.runner = runner
         self.scheduler = Scheduler(
@@ -76,6 +77,7 @@ class EngineCore:
             eos_token_ids=eos_token_ids,
             max_model_len=max_model_len,
             grows=grows,
+            patient=patient,
         )
 
     @property
@@ -102,11 +104,11 @@ class EngineCore:
         """Run one batch. None when there is nothing to run; drain() then tells what aborts released."""
         if not self.has_work:
             return None
-        before = self.scheduler.preempted_requests, self.scheduler.recomputed_tokens
+        recomputed_before = self.scheduler.recomputed_tokens
         scheduled = self.scheduler.schedule()
         produced = self.runner.execute(scheduled)
         outputs = self.scheduler.update_from_output(scheduled, produced)
-        return self._result(scheduled, outputs, before)
+        return self._result(scheduled, outputs, recomputed_before)
 
     def drain(self) -> list[str]:
         """Releases not reported yet; each id is returned once, here or in a StepResult."""
@@ -117,7 +119,7 @@ class EngineCore:
         self.scheduler.check_idle()
 
     def _result(
-        self, scheduled: SchedulerOutput, outputs: list[ChoiceOutput], before: tuple[int, int]
+        self, scheduled: SchedulerOutput, outputs: list[ChoiceOutput], recomputed_before: int
     ) -> StepResult:
         on_hold = self.scheduler.growth.on_hold
         return StepResult(
@@ -131,6 +133,6 @@ class EngineCore:
             used_blocks=self.scheduler.pool.used,
             batch_sequences=len(scheduled.sequences),
             held_sequences=sum(request.live_choices for request in on_hold),
-            preempted_requests=self.scheduler.preempted_requests - before[0],
-            recomputed_tokens=self.scheduler.recomputed_tokens - before[1],
+            preempted=self.scheduler.take_preempted(),
+            recomputed_tokens=self.scheduler.recomputed_tokens - recomputed_before,
         )

@@ -56,6 +56,8 @@ FLOORS: list[tuple[str, int]] = [
     ("model_runner.tokenizer", 53),
     ("model_runner.worker", 54),
     ("model_runner.model_files", 52),
+    ("model_runner.replay.simulation", 52),
+    ("model_runner.replay", 51),
     ("model_runner.engine", 50),
     ("model_runner.core.dispatcher", 48),
     ("model_runner.core.quotes", 47),

@@ -81,6 +81,7 @@ class Dispatcher:
             self.observer.decided("admitted", "", projected_bytes)
             self._launch([ask], now)
         else:
+            request.predicted_wait_seconds = decision.predicted_wait_seconds
             self.observer.decided("queued", "", projected_bytes)
         return request
 

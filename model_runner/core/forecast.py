@@ -11,8 +11,6 @@ from bisect import insort
 
 from model_runner.core.pace import Pace
 
-_FOREVER = float("inf")
-
 
 class Forecast:
     """Times are seconds on the caller's clock; `blocks` and `sequences` are what is free at `now`."""
@@ -61,4 +59,5 @@ class Forecast:
             when = max(when, at)
             if free_blocks >= blocks and free_sequences >= sequences:
                 return when, passed, free_blocks, free_sequences
-        return _FOREVER, len(self._releases), free_blocks, free_sequences
+        # All have left, so the house is empty, and there is room for anyone.
+        return when, len(self._releases), free_blocks, free_sequences

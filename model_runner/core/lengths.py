@@ -14,7 +14,7 @@ two ways to ask:
 
 - `survival` is careful: as if some answers more had come by and never ended. It goes towards 0 (nobody ends
   before max_tokens, which is what strict admission assumes) where nothing has been seen.
-- `mean_left` is a guess at the middle: where nothing has been seen, of the lengths that chats have in general.
+- `mean_left` is a guess at the middle: where nothing has been seen, of the lengths that chats have.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from math import exp, log
 
 _NARROW_TO = 32  # tokens; bins are 4 wide up to here,
 _GROWTH = 1.08  # and then grow by this
-_NEVER_ENDING = 4.0  # so many imagined answers run through every bin
+_NEVER_ENDING = 1.0  # so many imagined answers run through every bin
 _HALF_LIFE = 1000  # endings after which an observation counts half
 _TABLE_STEP = 8  # tokens
 _GENERAL_MEAN = 256.0  # tokens of an answer, where nothing is known,

@@ -56,6 +56,7 @@ class LiveRequest:
     running: bool = False  # handed to the engine that is alive now
     delivered: bool = False  # the client has seen some of it: it can't be run again
     restart_unseen: bool = False
+    predicted_wait_seconds: float = 0.0  # what the door foresaw when it queued the request
     deaths: int = 0
     ended: bool = False
     unsaid: Ending | None = None  # a stop string may yet be found in its last tokens

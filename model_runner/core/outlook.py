@@ -59,12 +59,10 @@ class Outlook:
         means, variances = self._mean, self._variance
         for one in more:
             shares = self._share(one)
-            means = [mean + share for mean, (share, _) in zip(means, shares, strict=False)] + means[
-                len(shares) :
-            ]
-            variances = [v + share for v, (_, share) in zip(variances, shares, strict=False)] + variances[
-                len(shares) :
-            ]
+            means, variances = means.copy(), variances.copy()
+            for index, (mean, variance) in enumerate(shares):
+                means[index] += mean
+                variances[index] += variance
         return max(mean + z * sqrt(variance) for mean, variance in zip(means, variances, strict=True))
 
     def _share(self, one: Running) -> list[tuple[float, float]]:

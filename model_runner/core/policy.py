@@ -19,10 +19,10 @@ from model_runner.core.outlook import Outlook, Running
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One prompt of a request, with its choices: what is released as one. `blocks` is its lifetime's price."""
+    """One prompt of a request, with its choices: what is released as one."""
 
     part_id: str
-    blocks: int
+    blocks: int  # the price of its lifetime
     sequences: int
     prompt_tokens: int
     max_tokens: int
@@ -78,6 +78,9 @@ class Strict:
     def preempted(self, requests: int) -> None: ...
 
 
+_FRESH_TOKENS = 4  # so many steps an outlook stays good enough while nobody leaves
+
+
 class OverflowRisk:
     """How many deviations to keep from the line so that, in the long run, the stated share of all requests
     let in is preempted, and not more.
@@ -118,6 +121,7 @@ class Predictive:
         self._outlook = Outlook(layout, lengths, lengths.limit)
         self._running: dict[str, Running] = {}
         self._stale = False
+        self._tokens_since = 0  # that the outlook was made
 
     @property
     def predicted_peak_blocks(self) -> float:
@@ -144,7 +148,7 @@ class Predictive:
             self._running[part_id] = Running(
                 one.prompt_tokens, generated_tokens, max(one.max_tokens, generated_tokens), one.n
             )
-            self._stale = True
+            self._tokens_since += 1
 
     def ending(self, part_id: str) -> None:
         if self._running.pop(part_id, None) is not None:
@@ -165,7 +169,8 @@ class Predictive:
         )
 
     def _look_again(self) -> None:
-        if self._stale:
+        if self._stale or self._tokens_since > _FRESH_TOKENS * len(self._running):
+            self._tokens_since = 0
             self._outlook.clear()
             self._outlook.add(self._running.values())
             self._stale = False

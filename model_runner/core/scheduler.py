@@ -28,7 +28,8 @@ class Scheduler:
     update_from_output() and the next schedule().
 
     `grows`: requests are granted their blocks as they grow (predictive admission), and not their lifetime's
-    when they come (strict).
+    when they come (strict). `patient`: where the pool runs short, the newest are held for a while before one
+    is preempted; without, it is preempted at once, as engines do that admit greedily.
 
     Raises ValueError when `max_num_batched_tokens` is below `max_num_seqs`: decodes could then leave a prompt
     no token for ever.
@@ -45,6 +46,7 @@ class Scheduler:
         eos_token_ids: Collection[int],
         max_model_len: int,
         grows: bool = False,
+        patient: bool = True,
     ) -> None:
         if not 1 <= max_num_seqs <= max_num_batched_tokens:
             raise ValueError(f"{max_num_seqs=} must be in 1 … {max_num_batched_tokens=}")
@@ -56,11 +58,10 @@ class Scheduler:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.max_model_len = max_model_len
         self.pool = BlockPool(num_blocks + headroom_blocks)
-        self.growth = Growth(layout, num_blocks, grows=grows)
+        self.growth = Growth(layout, num_blocks, grows=grows, patient=patient)
         self.running_sequences = 0  # choices of running requests, from their prompt's first chunk on
         self.waiting_sequences = 0
-        self.preempted_requests = 0  # so often since the beginning
-        self.recomputed_tokens = 0  # that preemptions threw away, since the beginning
+        self.recomputed_tokens = 0  # that preemptions have thrown away, since the beginning
         # A request is in exactly one of these three.
         self._waiting: list[Request] = []  # the most senior first
         self._prefilling: dict[str, Request] = {}
@@ -70,6 +71,7 @@ class Scheduler:
         self._next_sequence_id = 0
         self._arrivals = 0
         self._released: list[str] = []
+        self._preempted: list[str] = []
 
     @property
     def has_work(self) -> bool:
@@ -153,6 +155,11 @@ class Scheduler:
         released, self._released = self._released, []
         return released
 
+    def take_preempted(self) -> list[str]:
+        """Requests that had to give their blocks back since the last call."""
+        preempted, self._preempted = self._preempted, []
+        return preempted
+
     def take_grants(self) -> list[tuple[str, int]]:
         """(request id, blocks) of those whose grant has changed since the last call. Empty in strict mode,
         and without those that have ended."""
@@ -224,7 +231,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Take all its blocks and keep all its tokens. It waits, in its old place, to be computed again."""
         self.recomputed_tokens += request.forget_cache()
-        self.preempted_requests += 1
+        self._preempted.append(request.request_id)
         request.change_status(RequestStatus.WAITING)
         self.growth.grant(request, 0)
         for running in (self._prefilling, self._decoding):

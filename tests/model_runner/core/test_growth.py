@@ -53,7 +53,7 @@ def test_the_senior_grows_and_the_newest_is_held_until_a_block_is_back() -> None
     assert {output.request_id for output in results[4].outputs} == {"senior"}
     tokens = tokens_by_choice([output for result in results for output in result.outputs])
     assert tokens["junior", 0] == expected_tokens(range(38), 9)
-    assert sum(result.preempted_requests for result in results) == 0
+    assert not any(result.preempted for result in results)
 
 
 def test_the_newest_is_preempted_when_nobody_else_could_go_on_and_goes_on_from_its_tokens() -> None:
@@ -64,7 +64,7 @@ def test_the_newest_is_preempted_when_nobody_else_could_go_on_and_goes_on_from_i
     outputs, preempted, recomputed = [], 0, 0
     while (result := engine.step()) is not None:
         outputs += result.outputs
-        preempted += result.preempted_requests
+        preempted += len(result.preempted)
         recomputed += result.recomputed_tokens
     assert preempted >= 1
     assert recomputed >= 4
@@ -103,7 +103,7 @@ def test_choices_that_were_preempted_catch_up_each_on_its_own() -> None:
     outputs, preempted = [], 0
     while (result := engine.step()) is not None:
         outputs += result.outputs
-        preempted += result.preempted_requests
+        preempted += len(result.preempted)
     assert preempted >= 1
     tokens = tokens_by_choice(outputs)
     for choice in range(3):

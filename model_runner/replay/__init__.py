@@ -1,0 +1,1 @@
+"""A trace of requests played through the code that serves, in simulated time."""
