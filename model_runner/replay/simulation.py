@@ -74,7 +74,7 @@ class Record:
 
 @dataclass(slots=True)
 class Course:
-    """What a replay of one policy gave. `levels` are (seconds, granted blocks, blocks foreseen at the peak)."""
+    """What a replay of one policy gave."""
 
     policy: str
     records: list[Record]
@@ -84,6 +84,7 @@ class Course:
     recomputed_tokens: int = 0
     used_block_seconds: float = 0.0
     num_blocks: int = 0
+    # (seconds, blocks granted, blocks foreseen at the peak), now and then.
     levels: list[tuple[float, int, float]] = field(default_factory=list)
 
 
