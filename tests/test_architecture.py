@@ -77,6 +77,7 @@ FLOORS: list[tuple[str, int]] = [
     ("model_runner.core.capacity", 33),
     ("model_runner.core.weights", 22),
     ("model_runner.core.packing", 22),
+    ("model_runner.core.config_checks", 22),
     ("model_runner.core.block_layout", 32),
     ("model_runner.core.kv_spec", 30),
     ("model_runner.core.config_layers", 28),

@@ -88,7 +88,7 @@ def _fill(figure: Any, report: Report) -> None:
     _draw_load(load, report, contexts, batches)
     if speed is not None:
         _draw_speed(speed, plan, contexts, batches)
-    _context_axis(load if speed is None else speed, contexts)
+    _context_axis(load if speed is None else speed, report, contexts)
 
 
 def _contexts(report: Report) -> list[int]:
@@ -162,12 +162,13 @@ def _draw_speed(axes: Any, plan: Plan, contexts: Sequence[int], batches: Sequenc
     _dress(axes)
 
 
-def _context_axis(axes: Any, contexts: Sequence[int]) -> None:
+def _context_axis(axes: Any, report: Report, contexts: Sequence[int]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xlim(contexts[0], contexts[-1] * 1.2)
     axes.set_xticks(_powers(contexts[0], contexts[-1]))
     axes.xaxis.set_major_formatter(lambda value, _: _tokens(round(value)))
-    axes.set_xlabel("context: tokens of prompt and answer", color=_INK)
+    unknown = "" if report.about.model_context else " (the model states no longest)"
+    axes.set_xlabel(f"context: tokens of prompt and answer{unknown}", color=_INK)
 
 
 def _powers(lowest: float, highest: float) -> list[int]:

@@ -137,7 +137,8 @@ def _by_batch(report: Report) -> str:
         row += [f"{at.longest_context_allocated:,}"] if served else []
         row += [_milliseconds(at.step_seconds), _speed(at.tokens_per_second)] if timed else []
         rows.append(tuple(row))
-    title = f"The longest context of each batch (the model's own is {report.longest_context:,})"
+    whose = "the model's own is" if report.about.model_context else "the model states none; planned up to"
+    title = f"The longest context of each batch ({whose} {report.longest_context:,})"
     return f"{title}\n{_columns(rows)}"
 
 
@@ -160,7 +161,11 @@ def _notes(report: Report) -> str:
             f"Of the weights, {format_size(report.plan.weights.unread_bytes)} are held and not read by a "
             f"step: {', '.join(report.stored['unread'])}."
         )
-    if any(at.context > report.longest_context for at in report.plan.contexts):
+    if report.about.model_context is None:
+        notes.append(
+            f"The configuration states no longest context; {report.longest_context:,} tokens are planned."
+        )
+    elif any(at.context > report.longest_context for at in report.plan.contexts):
         notes.append(
             f"The model was made for {report.longest_context:,} tokens; longer contexts are priced all the "
             "same."

@@ -21,6 +21,7 @@ from model_runner.errors import DoesNotFit, ModelNotServable
 from model_runner.model_files import ModelFiles
 from model_runner.tokenizer.gguf import load_definition
 from model_runner.worker.gguf_cache import GGUFCache
+from model_runner.worker.model_config import UNREADABLE, reason_of
 from model_runner.worker.weight_parts import weights_read
 
 logger = logging.getLogger(__name__)
@@ -108,11 +109,9 @@ def skeleton(config: PreTrainedConfig, dtype: torch.dtype, auto: Any = AutoModel
     try:
         with torch.device("meta"):
             model: nn.Module = auto.from_config(config, dtype=dtype, trust_remote_code=False)
-    except (ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError, ImportError) as error:
-        # transformers' own words go on to list every class it has.
-        reason = str(error).split(" Model type should be one of")[0].strip().partition("\n")[0]
+    except (*UNREADABLE, RuntimeError, ImportError) as error:
         raise ModelNotServable(
-            f"transformers has no causal language model for {config.model_type!r}: {reason}"
+            f"transformers has no causal language model for {config.model_type!r}: {reason_of(error)}"
         ) from error
     model.tie_weights()  # type: ignore[operator]
     return model

@@ -7,6 +7,7 @@ are asked.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,14 +36,32 @@ _COMPUTED = (
 )
 
 
+# Fields that say what is kept, of models whose configuration class has them.
+_CLASSES_OWN = ("sliding_window", "attention_chunk_size")
+
+
 def resolved(config: PreTrainedConfig) -> dict[str, Any]:
-    """The fields of a model's decoder, under their own names and under transformers' common ones."""
+    """The fields of a model's decoder, under their own names and under transformers' common ones.
+
+    Where no layer_types say which layers slide, a window or a chunk that the configuration class does not have
+    is left out: such classes take any field, and their models read no other than their own.
+    """
     text = config.get_text_config(decoder=True)
-    fields: dict[str, Any] = text.to_dict()
+    says_where = bool(getattr(text, "layer_types", None))
+    foreign = set() if says_where else {name for name in _CLASSES_OWN if not _has(text, name)}
+    fields: dict[str, Any] = {name: value for name, value in text.to_dict().items() if name not in foreign}
     for name in (*text.attribute_map, *_COMPUTED):
-        if fields.get(name) is None and getattr(text, name, None) is not None:
+        if name not in foreign and fields.get(name) is None and getattr(text, name, None) is not None:
             fields[name] = getattr(text, name)
     return fields
+
+
+def _has(config: PreTrainedConfig, name: str) -> bool:
+    """Whether its class has such a field, by this name or another."""
+    declared = (
+        {field.name for field in dataclasses.fields(config)} if dataclasses.is_dataclass(config) else ()
+    )
+    return name in declared or name in config.attribute_map or hasattr(type(config), name)
 
 
 def resolve(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,4 +83,7 @@ def resolve(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def reason_of(error: Exception) -> str:
     """transformers' own words, on one line, without the list of every model type that it knows."""
-    return " ".join(str(error).split(" Should contain one of")[0].split())
+    if isinstance(error, KeyError):
+        return f"it does not know {error}"
+    said = str(error).split(" Should contain one of")[0].split(" Model type should be one of")[0]
+    return " ".join(said.split())

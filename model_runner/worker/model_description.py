@@ -30,6 +30,7 @@ from transformers import (
 )
 
 from model_runner import model_files
+from model_runner.core.config_checks import check_config
 from model_runner.core.packing import Packing, find_packing, method_of
 from model_runner.errors import ModelNotServable, StartupError
 from model_runner.worker.loader import read_source, skeleton
@@ -112,7 +113,7 @@ def _read_config(path: Path) -> tuple[PreTrainedConfig, dict[str, Any] | None]:
     """The configuration, and what it says of how the weights are quantised, if they are: that changes how
     they are stored, not the model."""
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = check_config(json.loads(path.read_text(encoding="utf-8")), str(path))
         quantisation = fields.pop("quantization_config", None)
         model_type = fields.pop("model_type")
         config: PreTrainedConfig = AutoConfig.for_model(model_type, **fields)

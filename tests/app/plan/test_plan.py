@@ -222,6 +222,15 @@ def test_what_is_asked_wrongly_is_told_what_to_write(
         ({"model_type": "bart"}, "is_encoder_decoder"),
         ({**LLAMA_70B, "max_position_embeddings": -5}, "max_position_embeddings: it is -5"),
         ("{", "no model configuration that transformers can read"),
+        ("[1]", "it holds a list, not an object"),
+        ({**LLAMA_70B, "quantization_config": "awq"}, "its quantization_config is a text, not an object"),
+        ({**LLAMA_70B, "head_dim": 0}, "its head_dim is 0"),
+        ({**LLAMA_70B, "model_type": None}, "its model_type is missing"),
+        ({**LLAMA_70B, "vocab_size": 10**30}, "its vocab_size is 1e+30"),
+        ({**LLAMA_70B, "num_hidden_layers": 10**7}, "its num_hidden_layers is 10000000"),
+        ({**LLAMA_70B, "layer_types": 5}, "its layer_types is a number, not a list"),
+        ({**LLAMA_70B, "torch_dtype": "float7"}, "its torch_dtype is 'float7'"),
+        ({"model_type": "gemma3", "text_config": {"head_dim": -1}}, "its text_config.head_dim is -1"),
     ],
 )
 def test_what_cannot_be_planned_says_why(
@@ -305,7 +314,12 @@ def test_a_state_space_model_is_as_dear_at_any_length(
 ) -> None:
     mamba = {"model_type": "mamba", "num_hidden_layers": 64, "hidden_size": 2560, "state_size": 16}
     words = ["--model", config_file(mamba), "--device-memory", "L4", "--context", "1,1M"]
-    plan = answer(capsys, *words, "--plot", str(tmp_path / "line.svg"))
+    picture = tmp_path / "line.html"
+    plan = answer(capsys, *words, "--plot", str(picture))
+    assert plan["model_context"] is None
+    assert "(the model states no longest)" in (page := picture.read_text())
+    assert "The configuration states no longest context; 131,072 tokens are planned." in page
+    assert "the model states none; planned up to 131,072" in page
     assert plan["fixed_bytes_per_sequence"] == 22_937_600
     assert plan["growing_bytes_per_token"] == 0
     assert len(set(plan["max_sequences"].values())) == 1

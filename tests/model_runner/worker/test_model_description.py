@@ -14,6 +14,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
+from model_runner.core.kv_spec import KVCacheSpec
 from model_runner.errors import ModelNotPriced, ModelNotServable, StartupError
 from model_runner.worker.model_config import resolve
 from model_runner.worker.model_description import describe
@@ -205,9 +206,13 @@ def test_names_tell_what_a_step_does_not_read() -> None:
         ("model.safetensors", "not one", "not a whole safetensors file"),
         ("model.safetensors.index.json", "{}", "not an index"),
         ("model.safetensors.index.json", "[]", "not an index"),
-        ("config.json", "[]", "no model configuration"),
+        ("config.json", "[]", "no model configuration: it holds a list"),
         ("config.json", '{"model_type": "no_such_type"}', "no model configuration.*: Unrecognized[^,]*$"),
-        ("config.json", '{"model_type": "llama", "num_attention_heads": 0}', "no model configuration"),
+        (
+            "config.json",
+            '{"model_type": "llama", "num_attention_heads": 0}',
+            "num_attention_heads is 0, and must be",
+        ),
         ("config.json", '{"model_type": "llama", "num_hidden_layers": "32"}', "num_hidden_layers"),
     ],
 )
@@ -215,6 +220,13 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, file: str, content: str, e
     (write(tmp_path) / file).write_text(content)
     with pytest.raises(StartupError, match=expected):
         describe(str(tmp_path), "unused")
+
+
+def test_a_window_that_the_models_class_does_not_have_slides_nothing(tmp_path: Path) -> None:
+    for model_type, kind in (("llama", "full"), ("mistral", "sliding")):
+        write(tmp_path, model_type=model_type, sliding_window=8)
+        spec = KVCacheSpec.from_config(describe(str(tmp_path), "unused")["config"])
+        assert [(group.kind, len(group.layers)) for group in spec.groups] == [(kind, 1)]
 
 
 def test_what_is_not_there(tmp_path: Path) -> None:
