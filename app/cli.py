@@ -6,8 +6,8 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from app.command_line import load_settings
 from app.options import UsageError
-from app.settings import load_settings
 from app.values import did_you_mean
 from app.version import plimsoll_version
 from model_runner.errors import StartupError

@@ -6,6 +6,7 @@ import logging
 from typing import Any, TextIO
 
 from model_runner import log_format as lines
+from model_runner.core.tenants import DEFAULT_TENANT
 from model_runner.errors import ClientError, KVCacheBudgetExceeded, LoadError, NoRoom, PlimsollError
 from model_runner.types import Ending
 
@@ -33,8 +34,8 @@ def event(message: str, *, level: int = logging.INFO, **fields: Any) -> None:
         logger.log(level, "%s", message, extra={"fields": kept})
 
 
-def refusal(request_id: str, error: PlimsollError) -> None:
-    """The one line of a request that was turned away before it was taken."""
+def refusal(request_id: str, error: PlimsollError, tenant: str | None = None) -> None:
+    """The one line of a request that was turned away before it was taken; `tenant` where it is known."""
     figures: dict[str, Any] = {}
     if isinstance(error, KVCacheBudgetExceeded):
         figures = {"required_bytes": error.required_bytes, "budget_bytes": error.budget_bytes}
@@ -47,6 +48,7 @@ def refusal(request_id: str, error: PlimsollError) -> None:
     event(
         "request refused",
         request_id=request_id,
+        tenant=None if tenant == DEFAULT_TENANT else tenant,
         code=error.reason.value,
         param=error.param if isinstance(error, ClientError) else None,
         **figures,

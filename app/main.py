@@ -23,6 +23,7 @@ from app.routes.models import models_router
 from app.routes.operations import OPERATIONS, operations_router
 from app.routes.services import Services
 from app.settings import Settings
+from app.tenancy import Tenancy
 from app.version import plimsoll_version
 from model_runner.async_engine import AsyncEngine
 from model_runner.errors import PlimsollError, Reason
@@ -39,7 +40,10 @@ def create_app(*, engine: AsyncEngine, tokenizer: Tokenizer, settings: Settings,
     preparation = Preparation(
         max_request_bytes=settings.max_request_bytes, threads=settings.max_concurrent_tokenizations
     )
-    services = Services(engine, tokenizer, settings, metrics, preparation)
+    tenancy = Tenancy(
+        api_keys=settings.api_keys, described=settings.tenants, header=settings.tenant_header or None
+    )
+    services = Services(engine, tokenizer, settings, metrics, preparation, tenancy)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -63,7 +67,7 @@ def create_app(*, engine: AsyncEngine, tokenizer: Tokenizer, settings: Settings,
             ),
             Middleware(
                 Authentication,
-                api_keys=settings.api_keys,
+                tenancy=tenancy,
                 on_refusal=partial(metrics.decided, "rejected", Reason.INVALID_API_KEY.value, 0),
             ),
         ],
@@ -74,7 +78,7 @@ def create_app(*, engine: AsyncEngine, tokenizer: Tokenizer, settings: Settings,
 
     @cache
     def openapi() -> dict[str, Any]:
-        return describe(app, has_keys=bool(settings.api_keys))
+        return describe(app, has_keys=settings.has_keys)
 
     app.openapi = openapi  # type: ignore[method-assign]
     return app

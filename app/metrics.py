@@ -22,6 +22,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.registry import Collector
 
 from app.settings import Settings
+from app.tenancy import TenantLabels
 from app.version import plimsoll_version
 from model_runner.async_engine import EngineState, EngineStats
 from model_runner.errors import Reason
@@ -92,6 +93,8 @@ class Metrics:
     def __init__(self, settings: Settings, *, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry()
         self._settings = settings
+        described = (tenant.policy.name for tenant in settings.tenants)
+        self.tenant_labels = TenantLabels(settings.max_tenant_labels, described)
         self._make_door_metrics()
         self._make_work_metrics()
         ProcessCollector(registry=self.registry)

@@ -247,5 +247,5 @@ def url_of(sockets: Sequence[socket.socket]) -> str:
 
 def _warn_if_open_to_all(settings: Settings, sockets: Sequence[socket.socket]) -> None:
     addresses = [ipaddress.ip_address(each.getsockname()[0].partition("%")[0]) for each in sockets]
-    if not settings.api_keys and not all(address.is_loopback for address in addresses):
+    if not settings.has_keys and not all(address.is_loopback for address in addresses):
         logs.event("whoever can reach the port can use it: no --api-key is set", level=logging.WARNING)

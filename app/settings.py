@@ -1,31 +1,24 @@
 """What the server was asked to be: every option of `plimsoll serve`, declared once, in this table.
-
-A value is taken from the command line, else from the environment (`PLIMSOLL_…`), else from its default here.
-"""
+(app.command_line reads them.)"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from app.options import (
-    Given,
-    UsageError,
-    build_parser,
-    markdown_table,
     option,
     options_of,
-    read_environment,
-    read_flags,
 )
+from app.tenant_file import DescribedTenant, read_tenants
 from app.values import (
     api_keys,
     block_size,
     choice,
     device,
     duration,
+    header_name,
     integer,
     memory,
     model_len,
@@ -36,12 +29,11 @@ from model_runner.async_engine import DoorPolicy
 from model_runner.config import EngineConfig
 from model_runner.model_files import DEFAULT_MODEL_NAME, default_name
 
-ENV_PREFIX = "PLIMSOLL_"
-
 _MODEL = "the model"
 _MEMORY = "memory and batching"
 _DOOR = "the door (what is admitted, queued, refused)"
 _SERVER = "the server"
+_TENANTS = "tenants (who shares the server)"
 
 
 def default_cache_dir() -> str:
@@ -264,6 +256,31 @@ class Settings:
         "a line; a file or the environment keeps keys out of the list of processes.",
         known_as=("--api-keys",),
     )
+    tenants: tuple[DescribedTenant, ...] = option(
+        (),
+        group=_TENANTS,
+        metavar="FILE",
+        parse=read_tenants,
+        shown="each key is one, of equal weight",
+        help="TOML or JSON that names tenants, their keys, weights and limits (docs/tenants.md). "
+        "Its keys are asked for like those of --api-key.",
+    )
+    tenant_header: str = option(
+        "",
+        group=_TENANTS,
+        metavar="NAME",
+        parse=header_name,
+        shown="off",
+        help="A request header that names the tenant, whatever the key. Only for a server that none but a "
+        "trusted gateway can reach: whoever can write the header can be anybody.",
+    )
+    max_tenant_labels: int = option(
+        32,
+        group=_TENANTS,
+        metavar="N",
+        parse=integer(0, 1000),
+        help="Most tenants that have time series of their own in /metrics; the rest are counted as `other`.",
+    )
     engine_step_timeout: float = option(
         60.0,
         group=_SERVER,
@@ -311,6 +328,10 @@ class Settings:
         if not self.served_model_name:
             object.__setattr__(self, "served_model_name", default_name(self.model))
 
+    @property
+    def has_keys(self) -> bool:
+        return bool(self.api_keys) or any(tenant.key_digests for tenant in self.tenants)
+
     def engine_config(self) -> EngineConfig:
         auto = self.max_model_len == "auto"
         return EngineConfig(
@@ -342,62 +363,3 @@ class Settings:
 
 
 OPTIONS = options_of(Settings)
-
-_DESCRIPTION = """\
-Serve a language model over the OpenAI HTTP API. Every request is priced in bytes of KV cache before it runs:
-it is admitted, queued, or refused at the door with the numbers and the time to come back.
-
-Every option can be written in the environment too, as PLIMSOLL_… (in brackets below, after the default).
-The command line comes first, then the environment, then the default.
-Sizes are written 512MiB, 8GiB, 1.5GB; times 30s, 5m, or plain seconds."""
-
-_EPILOG = """\
-examples:
-  plimsoll serve
-      the embedded model on http://127.0.0.1:8000
-  plimsoll serve --model Qwen/Qwen3-0.6B --kv-cache-memory 8GiB --host 0.0.0.0 --api-key @keys.txt
-      a model of the hub with 8 GiB of cache, for everybody who has a key"""
-
-
-def load_settings(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
-    """Settings from the words after `plimsoll serve` and the environment.
-
-    Raises UsageError, with what to write instead, for what is unknown, malformed or contradictory.
-    `--help` prints and raises SystemExit(0).
-    """
-    parser = build_parser(
-        "plimsoll serve", OPTIONS, description=_DESCRIPTION, epilog=_EPILOG, env_prefix=ENV_PREFIX
-    )
-    flags = read_flags(parser, OPTIONS, argv)
-    env = read_environment(OPTIONS, environ, ENV_PREFIX)
-    given = Given({**env.values, **flags.values}, {**env.written, **flags.written})
-    settings = Settings(**given.values)
-    _refuse_contradictions(settings, given.written)
-    return settings
-
-
-def _refuse_contradictions(settings: Settings, written: Mapping[str, str]) -> None:
-    for share in ("gpu_memory_utilization", "cpu_memory_utilization"):
-        if "kv_cache_memory" in written and share in written:
-            both = f"{written['kv_cache_memory']} and {written[share]}"
-            raise UsageError(f"{both} both size the KV cache; write one of them.")
-    kind = settings.device.partition(":")[0]
-    for share, other in (("gpu_memory_utilization", "cpu"), ("cpu_memory_utilization", "cuda")):
-        if share in written and kind == other:
-            mine = "--cpu-memory-utilization" if other == "cpu" else "--gpu-memory-utilization"
-            raise UsageError(
-                f"{written[share]} has no meaning with {written['device']}; "
-                f"write {mine}, or --kv-cache-memory SIZE."
-            )
-    if settings.max_num_batched_tokens < settings.max_num_seqs:
-        seqs, tokens = settings.max_num_seqs, settings.max_num_batched_tokens
-        raise UsageError(
-            f"--max-num-seqs {seqs} sequences each take a token of every step, more than "
-            f"--max-num-batched-tokens {tokens}; "
-            f"write --max-num-seqs {tokens} or --max-num-batched-tokens {seqs}."
-        )
-
-
-def options_table() -> str:
-    """The README's table of the options of `plimsoll serve`, in Markdown."""
-    return markdown_table(OPTIONS, env_prefix=ENV_PREFIX)

@@ -116,6 +116,13 @@ def api_keys(value: str) -> tuple[str, ...]:
     return keys
 
 
+def header_name(value: str) -> str:
+    name = value.lower()
+    if not re.fullmatch(r"[!#$%&'*+.^_`|~0-9a-z-]+", name) or name == "authorization":
+        raise ValueError(f"{value!r} can't be the header; write for example x-tenant")
+    return name
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else "."

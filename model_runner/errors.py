@@ -11,7 +11,10 @@ PlimsollError
 ├── LoadError               nothing is wrong with the request; come back in `retry_after_seconds`
 │   ├── NoRoom
 │   │   ├── QueueFull
-│   │   └── WaitTooLong             the predicted wait is past the deadline
+│   │   ├── WaitTooLong             the predicted wait is past the deadline
+│   │   ├── TenantQueueFull         as many of this tenant's requests wait as may
+│   │   └── TenantOverLimit         this tenant's requests hold as many bytes as they may
+│   ├── TenantRateLimited       this tenant has sent as many requests as its rate allows
 │   ├── QueueTimeout            the deadline passed while it waited
 │   ├── TooManyConnections
 │   ├── Draining
@@ -42,6 +45,9 @@ class Reason(StrEnum):
     MODEL_NOT_FOUND = "model_not_found"
     QUEUE_FULL = "queue_full"
     WAIT_TOO_LONG = "wait_too_long"
+    TENANT_RATE_LIMITED = "tenant_rate_limited"
+    TENANT_QUEUE_FULL = "tenant_queue_full"
+    TENANT_OVER_LIMIT = "tenant_over_limit"
     QUEUE_TIMEOUT = "queue_timeout"
     TOO_MANY_CONNECTIONS = "too_many_connections"
     DRAINING = "draining"
@@ -139,6 +145,20 @@ class QueueFull(NoRoom):
 
 class WaitTooLong(NoRoom):
     reason = Reason.WAIT_TOO_LONG
+
+
+class TenantQueueFull(NoRoom):
+    reason = Reason.TENANT_QUEUE_FULL
+
+
+class TenantOverLimit(NoRoom):
+    """Its own requests hold all that it may reserve; the server itself may have room."""
+
+    reason = Reason.TENANT_OVER_LIMIT
+
+
+class TenantRateLimited(LoadError):
+    reason = Reason.TENANT_RATE_LIMITED
 
 
 class QueueTimeout(LoadError):

@@ -42,6 +42,8 @@ FLOORS: list[tuple[str, int]] = [
     ("app.health", 66),
     ("app.leaving", 66),
     ("app.metrics", 66),
+    ("app.tenancy", 64),
+    ("app.command_line", 64),
     ("app.logs", 64),
     ("app.settings", 62),
     ("app.capacity", 62),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from app.command_line import load_settings, options_table
 from app.metrics import Metrics
-from app.settings import load_settings, options_table
+from app.tenant_file import digest, parse_tenants
 from model_runner.errors import Reason
 from tests.app.fake_engine import FakeEngine
 
@@ -31,6 +33,15 @@ def test_every_metric_is_documented_and_every_documented_metric_exists() -> None
     for name in exist:
         if name.startswith("vllm:"):
             assert f"`{name}`" in page
+
+
+def test_the_example_of_tenants_is_one() -> None:
+    page = (ROOT / "docs" / "tenants.md").read_text()
+    example = re.search(r"```toml\n(.*?)```", page, flags=re.DOTALL)
+    assert example
+    tenants = parse_tenants(tomllib.loads(example[1]))
+    assert [tenant.policy.name for tenant in tenants] == ["search", "nightly", "default"]
+    assert tenants[1].key_digests == (digest(b"another key"),)
 
 
 def test_every_refusal_is_documented() -> None:

@@ -18,6 +18,7 @@ MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1
+MIN_PRIORITY, MAX_PRIORITY = -10, 10
 
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _TEXT = {"type": "string", "minLength": 1}
@@ -118,6 +119,11 @@ class GenerationRequest(WireModel):
         None,
         description=f"an object of at most {MAX_LOGIT_BIAS} token ids of the model's vocabulary, "
         "each with a number from -100 to 100",
+    )
+    priority: int | None = Field(
+        None,
+        description="an integer, where lower is more urgent and 0 is usual; "
+        f"one below {MIN_PRIORITY} or above {MAX_PRIORITY} counts as that",
     )
     user: str | None = Field(None, description="a string")
 

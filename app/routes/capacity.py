@@ -13,7 +13,7 @@ from app.capacity import About, capacity_fields
 from app.errors import error_body, json_response, status_and_type
 from app.protocol.capacity import AdmissionCheck, Capacity
 from app.protocol.requests import ChatCompletionRequest, CompletionRequest
-from app.routes.completions import CHAT, COMPLETION, read_and_validate
+from app.routes.completions import CHAT, COMPLETION, identify, make_submission, read_and_validate
 from app.routes.documentation import describe_check, describe_errors
 from app.routes.services import Services
 from app.validation import Limits, ValidRequest
@@ -21,7 +21,7 @@ from model_runner.async_engine import Submission
 from model_runner.core.admission import Admitted, Queued
 from model_runner.core.capacity import Device, Plan, make_plan
 from model_runner.core.quotes import Quote
-from model_runner.errors import ContextLengthExceeded, InvalidRequest, LoadError
+from model_runner.errors import ContextLengthExceeded, InvalidRequest, LoadError, TenantRateLimited
 from model_runner.messages import ModelInfo
 from model_runner.tokenizer import Tokenizer
 
@@ -50,13 +50,9 @@ def capacity_router(services: Services) -> APIRouter:
         The body is the one of either call. What would be refused as malformed is refused here as well; what
         is longer than the model's context, or than the whole cache, is priced and said to be rejected.
         """
+        caller = identify(request, services)
         valid, too_long = await read_and_validate(_validate, request, services)
-        submission = Submission(
-            request_id=request.state.request_id,
-            prompts=valid.prompts,
-            params=valid.params,
-            streaming=valid.stream,
-        )
+        submission = make_submission(request.state.request_id, valid, caller)
         return json_response(_check(services, submission, request.state.request_id, too_long))
 
     return router
@@ -131,7 +127,7 @@ def _plan(model: ModelInfo) -> Plan:
 def _check(
     services: Services, submission: Submission, request_id: str, too_long: ContextLengthExceeded | None
 ) -> dict[str, Any]:
-    quote = services.engine.quote(submission)
+    quote = _quote(services, submission)
     if too_long is not None:  # the call never comes to the door
         quote = replace(quote, decision=None, error=too_long)
     block_bytes = services.engine.model.layout.block_bytes
@@ -162,6 +158,16 @@ def _check(
         "largest_max_tokens": quote.largest_max_tokens,
         "largest_max_tokens_now": quote.largest_max_tokens_now,
     }
+
+
+def _quote(services: Services, submission: Submission) -> Quote:
+    """The door's, unless this tenant's rate is in the way: nobody is let up to the door before its time."""
+    quote = services.engine.quote(submission)
+    try:
+        services.tenancy.check_rate(submission.tenant)
+    except TenantRateLimited as error:
+        return replace(quote, decision=None, error=error)
+    return quote
 
 
 def _decision(quote: Quote) -> str:

@@ -20,7 +20,7 @@ from app.responses import AnswerFormat, ChatFormat, CompletionFormat
 from app.routes.documentation import describe_call
 from app.routes.services import Services
 from app.streaming import EventStream, collect, while_connected
-from app.validation import Limits, ValidRequest, validate_chat, validate_completion
+from app.validation import Limits, ValidRequest, request_timeout, validate_chat, validate_completion
 from model_runner.async_engine import Submission
 from model_runner.errors import ClientError, LoadError
 from model_runner.tokenizer import Tokenizer
@@ -53,6 +53,14 @@ CHAT = Call(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """What the headers say: who asks, and how long it would wait for room (None: as long as anybody may)."""
+
+    tenant: str
+    timeout_seconds: float | None
+
+
 def completions_router(services: Services) -> APIRouter:
     router = APIRouter(prefix="/v1", tags=["completions"])
 
@@ -71,21 +79,16 @@ def completions_router(services: Services) -> APIRouter:
 
 async def answer(call: Call, request: Request, services: Services) -> Response:
     """Raises ClientError, LoadError, ServerFault: app.errors has the status of each."""
-    valid = await prepare(call, request, services)
+    caller, valid = await prepare(call, request, services)
     request_id: str = request.state.request_id
     unique = uuid.uuid4().hex
-    submission = Submission(
-        # A client may send the same x-request-id twice; the engine must not see it twice.
-        request_id=f"{request_id}.{unique[:8]}" if request.state.request_id_was_given else request_id,
-        prompts=valid.prompts,
-        params=valid.params,
-        streaming=valid.stream,
-        stop_strings=bool(valid.stops),
-    )
+    # A client may send the same x-request-id twice; the engine must not see it twice.
+    own_id = f"{request_id}.{unique[:8]}" if request.state.request_id_was_given else request_id
+    submission = make_submission(own_id, valid, caller)
     try:
         stream = services.engine.submit(submission)
     except (ClientError, LoadError) as error:
-        logs.refusal(request_id, error)
+        logs.refusal(request_id, error, caller.tenant)
         raise
     assembly = RequestAssembly(services.tokenizer, valid, stream)
     written = call.answer(call.id_prefix + unique, valid, services.tokenizer)
@@ -96,14 +99,26 @@ async def answer(call: Call, request: Request, services: Services) -> Response:
     return Response(body, media_type="application/json")
 
 
-async def prepare(call: Call, request: Request, services: Services) -> ValidRequest:
+async def prepare(call: Call, request: Request, services: Services) -> tuple[Caller, ValidRequest]:
     """What comes before the door. The door counts what it decides; what never reaches it is counted here."""
+    caller = None
     try:
-        return await read_and_validate(call.validate, request, services)
+        caller = identify(request, services)
+        services.tenancy.count_request(caller.tenant)
+        return caller, await read_and_validate(call.validate, request, services)
     except (ClientError, LoadError) as error:
         services.metrics.decided("rejected", error.reason.value, 0)
-        logs.refusal(request.state.request_id, error)
+        logs.refusal(request.state.request_id, error, caller.tenant if caller else None)
         raise
+
+
+def identify(request: Request, services: Services) -> Caller:
+    """From the headers. Raises InvalidRequest, which names the one at fault."""
+    holder: str | None = getattr(request.state, "key_holder", None)
+    return Caller(
+        services.tenancy.tenant_of(holder, request.headers),
+        request_timeout(request.headers, services.settings.max_queue_seconds),
+    )
 
 
 async def read_and_validate(
@@ -115,3 +130,16 @@ async def read_and_validate(
         return await services.preparation.run(
             partial(validate, body, services.limits, services.tokenizer), len(body)
         )
+
+
+def make_submission(request_id: str, valid: ValidRequest, caller: Caller) -> Submission:
+    return Submission(
+        request_id=request_id,
+        prompts=valid.prompts,
+        params=valid.params,
+        streaming=valid.stream,
+        stop_strings=bool(valid.stops),
+        tenant=caller.tenant,
+        priority=valid.priority,
+        timeout_seconds=caller.timeout_seconds,
+    )

@@ -11,6 +11,7 @@ from pydantic.json_schema import models_json_schema
 
 from app.protocol.requests import ChatCompletionRequest, CompletionRequest
 from app.protocol.responses import ChatCompletionChunk, CompletionResponse, ErrorResponse
+from app.validation.headers import REQUEST_TIMEOUT
 
 _REF = "#/components/schemas/{model}"
 
@@ -26,6 +27,15 @@ ERRORS = {
     504: "The deadline passed in the queue.",
 }
 RETRYABLE = (429, 503, 504)
+
+_TIMEOUT = {
+    "name": REQUEST_TIMEOUT,
+    "in": "header",
+    "required": False,
+    "description": "How long the request may wait for room, at most as long as the server lets any wait. "
+    "It is refused at once when the predicted wait is longer, and ends with 504 when the time is up.",
+    "schema": {"type": "number", "exclusiveMinimum": 0},
+}
 
 
 def describe_errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -43,7 +53,8 @@ def describe_call(request: type[BaseModel], whole: type[BaseModel], chunk: type[
         "response_model": None,
         "responses": {200: answer, **describe_errors(*ERRORS)},
         "openapi_extra": {
-            "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(request)}}}
+            "parameters": [_TIMEOUT],
+            "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(request)}}},
         },
     }
 
@@ -55,12 +66,13 @@ def describe_check(*requests_then_answer: type[BaseModel]) -> dict[str, Any]:
         "response_model": None,
         "responses": {200: {"model": answer}, **describe_errors(400, 401, 404, 408, 413, 429)},
         "openapi_extra": {
+            "parameters": [_TIMEOUT],
             "requestBody": {
                 "required": True,
                 "content": {
                     "application/json": {"schema": {"anyOf": [_ref(request) for request in requests]}}
                 },
-            }
+            },
         },
     }
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from app.metrics import Metrics
 from app.preparation import Preparation
 from app.settings import Settings
+from app.tenancy import Tenancy
 from app.validation import Limits
 from model_runner.async_engine import AsyncEngine
 from model_runner.tokenizer import Tokenizer
@@ -19,6 +20,7 @@ class Services:
     settings: Settings
     metrics: Metrics
     preparation: Preparation
+    tenancy: Tenancy
 
     @property
     def limits(self) -> Limits:

@@ -6,7 +6,8 @@ thread. Everything here raises ClientError, with one sentence that says what is 
 
 from __future__ import annotations
 
+from app.validation.headers import request_timeout
 from app.validation.limits import Limits
 from app.validation.request import ValidRequest, validate_chat, validate_completion
 
-__all__ = ["Limits", "ValidRequest", "validate_chat", "validate_completion"]
+__all__ = ["Limits", "ValidRequest", "request_timeout", "validate_chat", "validate_completion"]

@@ -5,7 +5,13 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 
-from app.protocol.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from app.protocol.requests import (
+    MAX_PRIORITY,
+    MIN_PRIORITY,
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+)
 from app.validation.limits import Limits
 from app.validation.parsing import must_be, parse_body, refuse
 from app.validation.prompts import read_messages, read_prompts
@@ -38,6 +44,7 @@ class ValidRequest:
     stops: tuple[str, ...]
     stream: bool
     include_usage: bool
+    priority: int  # from MIN_PRIORITY to MAX_PRIORITY; lower is more urgent
     echo: bool = False
     scores_only: bool = False  # max_tokens is 0: the one token that the engine draws is thrown away
 
@@ -67,6 +74,7 @@ def validate_completion(body: bytes, limits: Limits, tokenizer: Tokenizer) -> Va
         stops=_stops(request),
         stream=request.stream or False,
         include_usage=_include_usage(request),
+        priority=_priority(request),
         echo=echo,
         scores_only=max_tokens == 0,
     )
@@ -95,6 +103,7 @@ def validate_chat(body: bytes, limits: Limits, tokenizer: Tokenizer) -> ValidReq
         stops=_stops(request),
         stream=request.stream or False,
         include_usage=_include_usage(request),
+        priority=_priority(request),
     )
 
 
@@ -194,3 +203,7 @@ def _stops(request: GenerationRequest) -> tuple[str, ...]:
 
 def _include_usage(request: GenerationRequest) -> bool:
     return bool(request.stream_options and request.stream_options.include_usage)
+
+
+def _priority(request: GenerationRequest) -> int:
+    return min(max(request.priority or 0, MIN_PRIORITY), MAX_PRIORITY)

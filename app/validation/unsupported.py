@@ -55,7 +55,6 @@ _BOTH: Neutral = {
     "json_schema": ({}, ""),
     "regex": ("",),
     "ebnf": ("",),
-    "priority": (0,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "return_hidden_states": (False,),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from model_runner.core.admission import Ask
+from model_runner.core.tenants import DEFAULT_TENANT
 from model_runner.errors import PlimsollError
 from model_runner.types import ChoiceOutput, Ending, FinishReason, SamplingParams
 
@@ -19,6 +20,9 @@ class Submission:
     params: SamplingParams
     streaming: bool
     stop_strings: bool = False  # whoever reads its text may end a choice sooner than its tokens do
+    tenant: str = DEFAULT_TENANT
+    priority: int = 0  # lower is more urgent
+    timeout_seconds: float | None = None  # the longest it would wait in the queue; None: as long as anybody
 
 
 class Listener(Protocol):

@@ -43,6 +43,30 @@ class Tenant:
         return max(1, math.ceil(self.requests_per_second or 1))
 
 
+@dataclass(frozen=True, slots=True)
+class TenantPolicy:
+    """A tenant as an operator describes it, before it is known how many bytes a block has."""
+
+    name: str
+    weight: float = 1.0
+    max_reserved_bytes: int | None = None
+    max_queued_requests: int | None = None
+    requests_per_second: float | None = None
+    burst_requests: int | None = None
+
+    def in_blocks(self, block_bytes: int) -> Tenant:
+        """Raises ValueError, which says what is allowed."""
+        limit = self.max_reserved_bytes
+        return Tenant(
+            name=self.name,
+            weight=self.weight,
+            max_reserved_blocks=None if limit is None else limit // block_bytes,
+            max_queued_requests=self.max_queued_requests,
+            requests_per_second=self.requests_per_second,
+            burst_requests=self.burst_requests,
+        )
+
+
 def _check(name: str, value: float, *, above: float) -> None:
     if not (math.isfinite(value) and value > above):
         raise ValueError(f"{name} must be above {above:g}, not {value:g}")

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from app.command_line import ENV_PREFIX, load_settings, options_table
 from app.options import UsageError
-from app.settings import ENV_PREFIX, OPTIONS, Settings, load_settings, options_table
+from app.settings import OPTIONS, Settings
+from app.tenant_file import read_tenants
 
 
 def load(*argv: str, **environ: str) -> Settings:
@@ -33,6 +35,8 @@ def test_the_command_line_comes_before_the_environment_and_that_before_the_defau
     assert load("--port", "9001", PLIMSOLL_PORT="9000").port == 9001
     assert load("--port=9001").port == 9001
 
+
+TENANTS = str(Path(__file__).with_name("tenants.toml"))
 
 # One value of each option that differs from its default, and what becomes of it.
 WRITTEN: dict[str, tuple[str, Any]] = {
@@ -60,6 +64,9 @@ WRITTEN: dict[str, tuple[str, Any]] = {
     "port": ("0", 0),
     "max_connections": ("100", 100),
     "api_keys": ("a, b", ("a", "b")),
+    "tenants": (TENANTS, read_tenants(TENANTS)),
+    "tenant_header": ("X-Tenant", "x-tenant"),
+    "max_tenant_labels": ("5", 5),
     "engine_step_timeout": ("5s", 5.0),
     "engine_start_timeout": ("20m", 1200.0),
     "shutdown_timeout": ("90", 90.0),
@@ -139,6 +146,9 @@ def test_a_directory_is_served_under_its_own_name(tmp_path: Path) -> None:
         (["--max-queue-seconds", "2d"], "write 30s, 5m"),
         (["--engine-step-timeout", "0"], "from 0.1s to 24h"),
         (["--model", " "], "must not be empty"),
+        (["--tenant-header", "x tenant"], "'x tenant' can't be the header; write for example x-tenant"),
+        (["--tenant-header", "Authorization"], "can't be the header"),
+        (["--tenants", "/nowhere.toml"], "--tenants: the file of tenants can't be read"),
     ],
 )
 def test_what_is_wrong_is_refused_with_what_to_write(argv: list[str], says: str) -> None:
@@ -214,6 +224,20 @@ def test_keys_are_never_shown() -> None:
     assert "sesame" not in said
 
 
+def test_a_key_of_either_kind_closes_the_server() -> None:
+    assert not load().has_keys
+    assert load("--api-key", "sesame").has_keys
+    assert load("--tenants", TENANTS).has_keys
+
+
+def test_a_tenant_that_nobody_can_be_is_refused(tmp_path: Path) -> None:
+    tenants = tmp_path / "tenants.json"
+    tenants.write_text('{"tenants": [{"name": "default"}, {"name": "key-2"}]}')
+    assert "nobody can be tenant 'key-2'" in refusal("--tenants", str(tenants), "--api-key", "one")
+    assert load("--tenants", str(tenants), "--api-key", "one,two").tenants
+    assert load("--tenants", str(tenants), "--tenant-header", "x-tenant").tenants
+
+
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         load("--help")
@@ -231,7 +255,7 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_examples_of_help_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "keys.txt").write_text("k\n")
-    from app.settings import _EPILOG
+    from app.command_line import _EPILOG
 
     examples = [line.split()[2:] for line in _EPILOG.splitlines() if line.startswith("  plimsoll serve")]
     assert len(examples) == 2

@@ -84,6 +84,7 @@ IN_RANGE: dict[str, list[Any]] = {
     "frequency_penalty": [2],
     "model": ["served"],
     "user": ["somebody"],
+    "priority": [0, -3, 10, 11, -(10**12)],
     "a_name_nobody_knows": [{"x": [1]}],
 }
 UNSUPPORTED: dict[str, list[Any]] = {
