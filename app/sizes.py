@@ -29,9 +29,14 @@ def parse_size(text: str) -> int:
     if unit not in _BYTES:
         examples = "512MiB, 8GiB, 1.5GB or plain bytes (536870912)"
         raise ValueError(f"{text!r} is not a size{_which(number, unit)}; write {examples}")
+    if len(number) > 30:
+        raise ValueError(f"{number[:20]}… is out of range; no memory is so large")
     whole, _, fraction = number.partition(".")
     # Integers all the way: a float would lose bytes of a large size.
-    return int(whole + fraction) * _BYTES[unit] // int("1" + "0" * len(fraction))
+    size = int(whole + fraction) * _BYTES[unit] // int("1" + "0" * len(fraction))
+    if size >= 1 << 63:
+        raise ValueError(f"{text!r} is out of range; no memory is so large")
+    return size
 
 
 def parse_duration(text: str) -> float:

@@ -36,8 +36,10 @@ def yes(value: str) -> bool:
 
 def integer(minimum: int, maximum: int | None = None) -> Parse:
     def parse(value: str) -> int:
-        if not re.fullmatch(r"[+-]?\d+", value.strip()):
+        if not re.fullmatch(r"[+-]?[0-9]+", value.strip()):
             raise ValueError(f"{value!r} is not a whole number; write for example {max(minimum, 1)}")
+        if len(value.strip()) > 20:
+            raise ValueError(f"{value.strip()[:20]}… is out of range; no number here is so long")
         _check_range(int(value), minimum, maximum)
         return int(value)
 
@@ -46,7 +48,7 @@ def integer(minimum: int, maximum: int | None = None) -> Parse:
 
 def number(minimum: float, maximum: float | None = None) -> Parse:
     def parse(value: str) -> float:
-        if not re.fullmatch(r"[+-]?(\d+(\.\d*)?|\.\d+)", value.strip()):
+        if not re.fullmatch(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)", value.strip()):
             raise ValueError(f"{value!r} is not a number; write for example {maximum or 30:g}")
         _check_range(float(value), minimum, maximum)
         return float(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 _MIB = 1 << 20
@@ -41,6 +42,29 @@ CARDS: dict[str, Card] = {
 
 
 def find_card(name: str) -> Card | None:
-    """By its name in any case, with or without its hyphens."""
-    plain = name.lower().replace("-", "").replace(" ", "").replace("_", "")
-    return next((card for card in CARDS.values() if card.name.lower().replace("-", "") == plain), None)
+    """By its name in any case, with or without its hyphens, and with its memory behind it or not: `h100`,
+    `H100-80GB`. Raises ValueError where several have that name: `A100`."""
+    plain = _plain(name)
+    alike = [card for card in CARDS.values() if plain == _plain(card.name)]
+    if not alike:
+        alike = [card for card in CARDS.values() if _is_named_with_its_memory(plain, card)]
+    if not alike:
+        alike = [
+            card for card in CARDS.values() if re.fullmatch(rf"{re.escape(plain)}\d+gb", _plain(card.name))
+        ]
+    if len(alike) > 1:
+        raise ValueError(f"there is more than one {name}; write {' or '.join(card.name for card in alike)}")
+    return alike[0] if alike else None
+
+
+def _is_named_with_its_memory(plain: str, card: Card) -> bool:
+    """Makers' gigabytes are a little more or less than what drivers call total."""
+    rest = re.fullmatch(r"([0-9]{1,4})gi?b", plain.removeprefix(_plain(card.name)))
+    if rest is None or not plain.startswith(_plain(card.name)):
+        return False
+    named = int(rest[1]) << 30
+    return abs(card.memory_bytes - named) < 0.1 * named
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "").replace(" ", "").replace("_", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,15 @@ from app.plan.cards import CARDS, Card, find_card
 from app.settings import default_cache_dir
 from app.sizes import parse_size
 from app.values import block_size, choice, did_you_mean, integer, memory, number, text
+from model_runner.sizes import format_size
 
 # Named here and not imported: the price list knows the same ones, and a test holds the two together.
 KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "int8", "int4", "q8_0", "q4_0")
 PLOT_FORMATS = (".png", ".svg", ".html")
+
+_FACTORS = {"": 1, "k": 1 << 10, "m": 1 << 20}
+_MOST_TOKENS = 1 << 32  # in a context, and far past any
+_MOST_SEQUENCES = 1 << 20
 
 _MODEL = "the model"
 _DEVICE = "the device"
@@ -23,11 +29,12 @@ _ANSWER = "the answer"
 
 
 def _device(value: str) -> Card:
-    card = find_card(value)
+    card = find_card(value)  # or says which there are of that name
     if card is not None:
         return card
     try:
-        return Card(value, memory(value), 0.0)
+        size = memory(value)
+        return Card(format_size(size), size, 0.0)
     except ValueError as error:
         guess = did_you_mean(value, CARDS)
         raise ValueError(f"{error}, or a card's name: {', '.join(CARDS)}{guess}") from None
@@ -37,23 +44,27 @@ def _bandwidth(value: str) -> float:
     size, slash, second = value.partition("/")
     if slash and second.strip() != "s":
         raise ValueError(f"{value!r} is not a bandwidth; write 3.35TB/s, 900GB/s or bytes per second")
-    return float(parse_size(size))
+    return float(memory(size))
 
 
 def _token_counts(value: str) -> tuple[int, ...]:
-    """`4096,32K,1M`: K and M are 1024 and 1024², as context lengths are named."""
-    counts = []
+    """`4096,32K,1M`: K and M are 1024 and 1024², as context lengths are named. Each once."""
+    counts: dict[int, None] = {}
     for part in value.split(","):
-        digits, unit = part.strip().rstrip("kKmM"), part.strip().lower()[-1:]
-        factor = {"k": 1024, "m": 1024**2}.get(unit, 1)
-        if not digits.isdecimal() or int(digits) < 1:
+        written = re.fullmatch(r"([0-9]+)([km]?)", part.strip().lower())
+        if written is None or not written[1].strip("0"):
             raise ValueError(f"{part!r} is not a number of tokens; write for example 4096,32K,128K")
-        counts.append(int(digits) * factor)
+        if len(written[1]) > 12 or (count := int(written[1]) * _FACTORS[written[2]]) > _MOST_TOKENS:
+            raise ValueError(
+                f"{part.strip()!r} is out of range; it must be at most {_MOST_TOKENS >> 20}M tokens"
+            )
+        counts[count] = None
     return tuple(counts)
 
 
 def _counts(value: str) -> tuple[int, ...]:
-    return tuple(integer(1)(part) for part in value.split(","))
+    """Each once."""
+    return tuple(dict.fromkeys(integer(1, _MOST_SEQUENCES)(part) for part in value.split(",")))
 
 
 def _plot(value: str) -> str:

@@ -15,7 +15,7 @@ from model_runner.core.capacity import Plan, cached_tokens
 from model_runner.sizes import format_size
 
 _INK, _SOFT, _GRID = "#1c2733", "#66727f", "#e3e7eb"
-_LINE, _FILL, _EVEN, _OURS = "#b3261e", "#dbe9f6", "#2f6f9f", "#7a4fa3"
+_LINE, _FILL, _EVEN, _OURS = "#b3261e", "#dbe9f6", "#2f6f9f", "#14181d"
 _POINTS_PER_DOUBLING = 12
 _SHORTEST = 256  # tokens
 
@@ -113,19 +113,21 @@ def _draw_load(axes: Any, report: Report, contexts: Sequence[int], batches: Sequ
     )
     axes.set_title(about, loc="left", fontsize=10, color=_SOFT)
     axes.fill_between(contexts, 0.5, batches, color=_FILL, label="fits")
-    axes.plot(contexts, batches, color=_LINE, linewidth=2.4, label="the load line: memory is full")
+    axes.plot(contexts, batches, color=_LINE, linewidth=4.5, label="the load line: memory is full")
     if plan.layout is not None and plan.num_blocks:
         layout, blocks = plan.layout, plan.num_blocks
         ours = [blocks / layout.sequence_blocks(cached_tokens(each)) for each in contexts]
         dashes = (0, (5, 2))
-        axes.plot(contexts, ours, color=_OURS, linewidth=1.2, linestyle=dashes, label="as Plimsoll allocates")
+        # On top of the load line, and thinner: where whole blocks cost hardly more, both are seen.
+        style = {"color": _OURS, "linewidth": 1.6, "linestyle": dashes, "zorder": 3}
+        axes.plot(contexts, ours, label="as Plimsoll allocates", **style)
     evens = [plan.at_context(each).half_ceiling_batch or float("nan") for each in contexts]
     label = "cache read = weights read: above, half of the ceiling is passed"
     axes.plot(contexts, evens, color=_EVEN, linewidth=1.4, linestyle=":", label=label)
     for at in plan.contexts:
         if at.max_sequences:
-            spot = (at.context, plan.kv_budget_bytes / at.sequence_bytes)
-            axes.plot(*spot, "o", color=_LINE, markersize=5)
+            spot = (at.context, at.max_sequences)
+            axes.plot(*spot, "o", color=_LINE, markeredgecolor="white", markersize=7, zorder=4)
             axes.annotate(
                 f"{at.max_sequences:,}", spot, (5, 6), textcoords="offset points", fontsize=9, color=_INK
             )

@@ -43,8 +43,8 @@ _CLASSES_OWN = ("sliding_window", "attention_chunk_size")
 def resolved(config: PreTrainedConfig) -> dict[str, Any]:
     """The fields of a model's decoder, under their own names and under transformers' common ones.
 
-    Where no layer_types say which layers slide, a window or a chunk that the configuration class does not have
-    is left out: such classes take any field, and their models read no other than their own.
+    Where no layer_types say which layers slide, a window or a chunk that the configuration class does not
+    have is left out: such classes take any field, and their models read no other than their own.
     """
     text = config.get_text_config(decoder=True)
     says_where = bool(getattr(text, "layer_types", None))

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from app.cli import main
-from app.plan import command
+from app.plan import command, plot
 from app.plan.cards import CARDS, find_card
 from app.plan.options import KV_DTYPES, load_options
 from model_runner.core.kv_dtypes import KV_DTYPES as PRICED
@@ -202,6 +203,16 @@ def test_a_division_that_cannot_be_names_the_numbers_that_can(
         ([], "--device-memory is missing"),
         (["--device-memory", "H101"], "did you mean H100"),
         (["--device-memory", "80GiB", "--context", "4k,lots"], "'lots' is not a number of tokens"),
+        (["--device-memory", "A100"], "there is more than one A100; write A100-40GB or A100-80GB"),
+        (["--device-memory", "H100-40GB"], "or a card's name"),
+        (["--device-memory", "9" * 38 + "GiB"], "out of range"),
+        (["--device-memory", "80GiB", "--memory-bandwidth", "0"], "more than nothing"),
+        (["--device-memory", "80GiB", "--context", "4KK"], "'4KK' is not a number of tokens"),
+        (["--device-memory", "80GiB", "--context", "٤٠٩٦"], "is not a number of tokens"),
+        (["--device-memory", "80GiB", "--context", "9" * 38], "at most 4096M tokens"),
+        (["--device-memory", "80GiB", "--context", "0"], "is not a number of tokens"),
+        (["--device-memory", "80GiB", "--batch", "9" * 38], "out of range"),
+        (["--device-memory", "80GiB", "--batch", "٨"], "is not a whole number"),
         (["--device-memory", "80GiB", "--plot", "line.pdf"], r".png, .svg, .html"),
         (["--device-memory", "80GiB", "--memory-bandwidth", "3TB/h"], "write 3.35TB/s"),
         (["--device-memory", "80GiB", "--contexts", "4096"], "did you mean --context"),
@@ -265,6 +276,40 @@ def test_contexts_and_cards_as_people_write_them() -> None:
     assert options.context == (4096, 32768, 1048576)
     assert options.device_memory == CARDS["RTX-4090"]
     assert find_card("a100 80gb") == CARDS["A100-80GB"]
+    assert find_card("H100-80GB") == find_card("h100") == CARDS["H100"]
+    assert find_card("h200 141GB") == CARDS["H200"]
+    assert find_card("B100") is None
+    twice = load_options(["--device-memory", "400GiB", "--context", "4K,4096,8K", "--batch", "8,1,8"])
+    assert (twice.context, twice.batch) == ((4096, 8192), (8, 1))
+
+
+def test_what_a_size_is_called_is_said_once(
+    config_file: Callable[[dict[str, Any]], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for size in ("400GiB", "409600MiB"):
+        assert main(["plan", "--model", config_file(LLAMA_70B), "--device-memory", size]) == 0
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("device")]
+        assert line.split(maxsplit=1)[1].startswith("400 GiB;")
+
+
+def test_on_the_picture_marks_are_whole_sequences_and_both_lines_are_seen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    drawn: list[Figure] = []
+    fill = plot._fill
+    monkeypatch.setattr(plot, "_fill", lambda figure, report: (drawn.append(figure), fill(figure, report)))
+    words = ["--device-memory", "4GiB", "--cache-dir", str(tmp_path), "--context", "3K,8K"]
+    assert main(["plan", *words, "--plot", str(tmp_path / "line.png")]) == 0
+    lines = drawn[0].axes[0].get_lines()
+    marks = [line for line in lines if line.get_marker() == "o"]
+    assert len(marks) == 2
+    assert all(float(mark.get_ydata()[0]).is_integer() for mark in marks)
+    by_label = {str(line.get_label()): line for line in lines}
+    ours = by_label["as Plimsoll allocates"]
+    load = by_label["the load line: memory is full"]
+    assert ours.get_zorder() > load.get_zorder()
+    assert ours.get_linewidth() < load.get_linewidth() / 2
+    assert ours.get_color() != load.get_color()
 
 
 def test_the_element_types_offered_are_those_that_are_priced() -> None:
