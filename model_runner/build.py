@@ -12,6 +12,7 @@ from torch import nn
 from model_runner import engine_process, model_files
 from model_runner.config import EngineConfig
 from model_runner.core.block_layout import BlockLayout
+from model_runner.core.capacity import ample_kv_bytes
 from model_runner.core.kv_spec import KVCacheSpec
 from model_runner.core.weights import WeightsRead
 from model_runner.engine import EngineCore
@@ -137,7 +138,13 @@ def _plan_on_cpu(config: EngineConfig, chosen: _Choices) -> Plan:
     if kv_bytes is None:
         share = memory.cpu_kv_bytes(config, available, chosen.weights_held_bytes)
         longest = memory.plan(config, chosen.layout, share, context).max_model_len
-        kv_bytes = min(share, memory.ample_kv_bytes(config, chosen.layout, longest))
+        ample = ample_kv_bytes(
+            chosen.layout,
+            longest,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+        kv_bytes = min(share, ample)
     elif chosen.weights_held_bytes + kv_bytes > available:
         raise DoesNotFit(
             f"The weights ({size(chosen.weights_held_bytes)}) and --kv-cache-memory {size(kv_bytes)} "

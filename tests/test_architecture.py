@@ -25,6 +25,7 @@ FLOORS: list[tuple[str, int]] = [
     ("app.plan.command", 96),
     ("app.plan.plot", 95),
     ("app.plan.report", 94),
+    ("app.plan.memory", 94),
     ("app.plan.options", 93),
     ("app.plan.cards", 92),
     ("app.main", 90),

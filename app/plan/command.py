@@ -11,6 +11,7 @@ from typing import Any
 
 from app.capacity import About
 from app.options import UsageError
+from app.plan.memory import Memory, find_memory
 from app.plan.options import PlanOptions, load_options
 from app.plan.report import Report, as_json, as_table, quantisation_note
 from app.settings import Settings
@@ -64,8 +65,9 @@ def describe(model: str, cache_dir: str) -> dict[str, Any]:
 
 def make_report(options: PlanOptions, model: dict[str, Any]) -> Report:
     """Raises ModelNotPriced, and DoesNotFit when nothing is left for the cache."""
-    config, card, ranks = model["config"], options.device_memory, options.tensor_parallel
-    assert card is not None, "load_options refuses a plan without a device"
+    config, ranks = model["config"], options.tensor_parallel
+    memory = find_memory(options, model["machine"])
+    card = memory.card
     dtype = _runs_in(options, model)
     kept_in = _kept_in(options, model["weights"], dtype)
     kv_dtype = dtype if options.kv_dtype == "auto" else options.kv_dtype
@@ -73,26 +75,27 @@ def make_report(options: PlanOptions, model: dict[str, Any]) -> Report:
     weights = _weights(model["weights"], config, kept_in, dtype, ranks)
     limit = _longest_context(config)
     contexts = options.context or _contexts(limit)
-    usable = int(card.memory_bytes * options.gpu_memory_utilization) - options.overhead
+    usable = memory.usable_bytes
     if usable <= weights.total_bytes:
         whole = _weights(model["weights"], config, kept_in, dtype, 1).total_bytes
         price = partial(_price, config, kv_dtype, dtype)
         enough = fewest_devices(whole, usable, min(contexts), price)
-        message = _no_room(options, weights.total_bytes, usable, min(contexts), enough)
+        message = _no_room(memory, weights.total_bytes, min(contexts), enough)
         assumed = quantisation_note(model["weights"], kept_in)
         raise DoesNotFit(f"{message} {assumed}".strip())
     layout, why_not = _layout(model, spec, options.block_size)
+    headroom = layout.headroom_blocks(Settings().max_num_batched_tokens) if layout else 0
     bandwidth = options.memory_bandwidth or card.bandwidth or None
     made = make_plan(
         spec,
         layout,
         weights,
         Device(card.memory_bytes, bandwidth),
-        kv_budget_bytes=usable - weights.total_bytes,
+        kv_budget_bytes=memory.kv_bytes(weights.total_bytes, layout, limit),
         contexts=contexts,
         batches=options.batch,
         limit=limit,
-        headroom_blocks=layout.headroom_blocks(Settings().max_num_batched_tokens) if layout else 0,
+        headroom_blocks=headroom,
     )
     described = model["weights"]
     about = About(
@@ -108,7 +111,7 @@ def make_report(options: PlanOptions, model: dict[str, Any]) -> Report:
         weights_packing=described["packing"] if kept_in == "packed" else None,
         weights_uncounted=tuple(described["uncounted"]),
     )
-    return Report(about, described, limit, made, why_not, options)
+    return Report(about, described, limit, made, why_not, memory.how_used, options)
 
 
 def _price(config: dict[str, Any], kv_dtype: str, dtype: str, ranks: int) -> KVCacheSpec:
@@ -119,6 +122,8 @@ def _runs_in(options: PlanOptions, model: dict[str, Any]) -> str:
     """What the model computes in; weights that are read as stored still give activations of some type."""
     if options.dtype not in ("auto", "stored"):
         return options.dtype
+    if _as_served_here(options, model["weights"]):
+        return str(model["machine"]["dtype"])
     if model["weights"]["source"] == "gguf":
         return "bfloat16"
     config = model["config"]
@@ -133,7 +138,7 @@ def _kept_in(options: PlanOptions, described: dict[str, Any], dtype: str) -> str
         if not stored:
             raise StartupError("--dtype stored: there are no files that say how the weights are stored.")
         return "stored"
-    if options.dtype != "auto":
+    if options.dtype != "auto" or _as_served_here(options, described):
         return dtype
     if described["packing"] and not stored:
         return "packed"
@@ -184,14 +189,18 @@ def _layout(model: dict[str, Any], spec: KVCacheSpec, block_size: int) -> tuple[
     return layout, ""
 
 
-def _no_room(options: PlanOptions, weights_bytes: int, usable: int, context: int, enough: int | None) -> str:
-    card = options.device_memory
-    assert card is not None
+def _as_served_here(options: PlanOptions, described: dict[str, Any]) -> bool:
+    """Whether the plan is of what a server would do on this machine: it loads weights in one type."""
+    return options.device_memory is None and described["quantisation"] is None
+
+
+def _no_room(memory: Memory, weights_bytes: int, context: int, enough: int | None) -> str:
     message = (
         f"Nothing is left for the KV cache: the weights take {format_size(weights_bytes)} of each "
-        f"device, and {format_size(max(usable, 0))} can be used ({options.gpu_memory_utilization:.0%} of "
-        f"{format_size(card.memory_bytes)}, less {format_size(options.overhead)} of overhead)."
+        f"device, and {format_size(max(memory.usable_bytes, 0))} can be used ({memory.how_limited})."
     )
+    if memory.server_share is not None:
+        return f"{message} Name another device with --device-memory."
     if enough is None:
         return f"{message} No number of such devices would do."
     return (

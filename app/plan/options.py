@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.options import UsageError, build_parser, option, options_of, read_flags
+from app.options import build_parser, option, options_of, read_flags
 from app.plan.cards import CARDS, Card, find_card
 from app.settings import default_cache_dir
 from app.sizes import parse_size
@@ -105,8 +105,9 @@ class PlanOptions:
         group=_DEVICE,
         metavar="SIZE|CARD",
         parse=_device,
-        shown="must be given",
-        help=f"A size (80GiB), or a card, whose bandwidth is then known: {', '.join(CARDS)}.",
+        shown="this machine's, as the server would use it",
+        help=f"A size (80GiB), or a card, whose bandwidth is then known: {', '.join(CARDS)}. (Drivers show "
+        "an MI250X as two devices; this is one.)",
     )
     memory_bandwidth: float = option(
         0.0,
@@ -124,7 +125,8 @@ class PlanOptions:
         group=_DEVICE,
         metavar="SHARE",
         parse=number(0.05, 1.0),
-        help="The part of the memory that is used.",
+        help="The part of the memory that is used. (Of this machine's own, where it is no GPU's, the cache "
+        "takes the server's --cpu-memory-utilization of what the weights leave.)",
     )
     overhead: int = option(
         1 << 30,
@@ -186,15 +188,13 @@ configurations and headers; loads no weights and needs no accelerator."""
 
 _EPILOG = """\
 examples:
-  plimsoll plan --device-memory 4GiB
+  plimsoll plan
   plimsoll plan --model meta-llama/Llama-3.1-70B --device-memory H100 --tensor-parallel 4 --context 8K,128K
   plimsoll plan --model ./config.json --device-memory 80GiB --memory-bandwidth 2TB/s --plot line.svg"""
 
 
 def load_options(argv: Sequence[str]) -> PlanOptions:
-    """Raises UsageError, with what to write instead, for what is unknown, malformed or missing."""
+    """Raises UsageError, with what to write instead, for what is unknown or malformed."""
     parser = build_parser("plimsoll plan", OPTIONS, description=_DESCRIPTION, epilog=_EPILOG, env_prefix=None)
     given = read_flags(parser, OPTIONS, argv).values
-    if given.get("device_memory") is None:
-        raise UsageError(f"--device-memory is missing: write a size (80GiB) or a card ({', '.join(CARDS)}).")
     return PlanOptions(**given)

@@ -21,6 +21,7 @@ class Report:
     longest_context: int  # the model's, or what is taken for it where the configuration states none
     plan: Plan
     why_not_served: str  # "" when Plimsoll serves it
+    how_used: str  # the device's memory, in words
     options: PlanOptions
 
     @property
@@ -85,8 +86,7 @@ def _device(report: Report) -> str:
     memory = format_size(plan.device.memory_bytes)
     name = f"{report.device}: {memory}" if report.device.lower() not in (memory.lower(), "") else memory
     several = f"{ranks} of " if ranks > 1 else ""
-    share, overhead = report.options.gpu_memory_utilization, report.options.overhead
-    return f"{several}{name}{speed}; {share:.0%} used, {format_size(overhead)} of it overhead"
+    return f"{several}{name}{speed}; {report.how_used}"
 
 
 def _groups(report: Report) -> str:

@@ -169,6 +169,24 @@ def make_plan(
     )
 
 
+_COMMON_TOKENS = 512
+_LONG_SEQUENCES = 4
+
+
+def ample_kv_bytes(
+    layout: BlockLayout, max_model_len: int, *, max_num_seqs: int, max_num_batched_tokens: int
+) -> int:
+    """More than this a server on a CPU does not take unasked: a small model would claim gigabytes that it
+    hardly ever uses.
+
+    Room for `max_num_seqs` sequences of a common length, or for a few of the longest, whichever is more.
+    """
+    common = max_num_seqs * layout.sequence_blocks(min(_COMMON_TOKENS, max_model_len))
+    longest = min(_LONG_SEQUENCES, max_num_seqs) * layout.sequence_blocks(cached_tokens(max_model_len))
+    headroom = layout.headroom_blocks(max_num_batched_tokens)
+    return (max(common, longest) + headroom) * layout.block_bytes
+
+
 def fewest_devices(
     weights_bytes: int, usable_bytes: int, context: int, price: Callable[[int], KVCacheSpec]
 ) -> int | None:

@@ -96,6 +96,16 @@ def _cpu_quota(cgroup: Path) -> float | None:
     return None
 
 
+def describe_machine(model_dtype: Any) -> dict[str, Any]:
+    """What a server would find here: {"device", "on_cpu", "memory_bytes", "dtype"}. A CPU's memory is what is
+    available; a GPU's is all of it. `model_dtype` is what the model's configuration says."""
+    device = choose_device("auto")
+    dtype = str(choose_dtype("auto", device, model_dtype)).removeprefix("torch.")
+    on_cpu = device.type == "cpu"
+    total = available_memory_bytes() if on_cpu else torch.cuda.mem_get_info(device)[1]
+    return {"device": str(device), "on_cpu": on_cpu, "memory_bytes": total, "dtype": dtype}
+
+
 def available_memory_bytes(cgroup: Path = _CGROUP) -> int:
     """What may still be allocated: the system's available memory, or the container's limit less its use."""
     available: int = psutil.virtual_memory().available

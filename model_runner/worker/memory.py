@@ -10,9 +10,6 @@ from model_runner.core.block_layout import BlockLayout
 from model_runner.errors import DoesNotFit
 from model_runner.sizes import format_size as size
 
-_COMMON_TOKENS = 512
-_LONG_SEQUENCES = 4
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -78,17 +75,6 @@ def largest_model_len(layout: BlockLayout, num_blocks: int, limit: int) -> int:
 def _longest_blocks(layout: BlockLayout, max_model_len: int) -> int:
     """What the door asks for a request of the whole context: its last token is never written."""
     return layout.sequence_blocks(max(max_model_len - 1, 1))
-
-
-def ample_kv_bytes(config: EngineConfig, layout: BlockLayout, max_model_len: int) -> int:
-    """More than this is not taken unasked: a small model would claim gigabytes that it hardly ever uses.
-
-    Room for `max_num_seqs` sequences of a common length, or for a few of the longest, whichever is more.
-    """
-    common = config.max_num_seqs * layout.sequence_blocks(min(_COMMON_TOKENS, max_model_len))
-    longest = min(_LONG_SEQUENCES, config.max_num_seqs) * _longest_blocks(layout, max_model_len)
-    headroom = layout.headroom_blocks(config.max_num_batched_tokens)
-    return (max(common, longest) + headroom) * layout.block_bytes
 
 
 def _option(size: int) -> str:

@@ -34,6 +34,7 @@ from model_runner.core.config_checks import check_config
 from model_runner.core.packing import Packing, find_packing, method_of
 from model_runner.errors import ModelNotServable, StartupError
 from model_runner.worker.loader import read_source, skeleton
+from model_runner.worker.machine import describe_machine
 from model_runner.worker.model_config import UNREADABLE, reason_of, resolved
 from model_runner.worker.weight_parts import UNREAD, Part, is_of_tower, parts, total
 
@@ -75,8 +76,8 @@ class _Tensor:
 
 
 def describe(model: str, cache_dir: str) -> dict[str, Any]:
-    """{"name", "architecture", "config", "weights"}: the class that the configuration names, its fields
-    resolved, and Weights, as plain data.
+    """{"name", "architecture", "config", "weights", "machine"}: the class that the configuration names, its
+    fields resolved, Weights, and what a server would find on this machine, as plain data.
 
     `model` is a directory (with or without weights), a hub id, a config.json, a .gguf file, or "" for the
     embedded model. Raises StartupError, with the reason, for what can't be read.
@@ -102,6 +103,7 @@ def describe(model: str, cache_dir: str) -> dict[str, Any]:
 
 def _described(name: str, config: PreTrainedConfig, weights: Weights) -> dict[str, Any]:
     return {
+        "machine": describe_machine(config.get_text_config(decoder=True).dtype),
         "name": name,
         "architecture": next(iter(config.architectures or ()), None),
         "config": resolved(config),

@@ -14,8 +14,7 @@ from matplotlib.figure import Figure
 
 from app.cli import main
 from app.plan import command, plot
-from app.plan.cards import CARDS, find_card
-from app.plan.options import KV_DTYPES, load_options
+from app.plan.options import KV_DTYPES
 from model_runner.core.kv_dtypes import KV_DTYPES as PRICED
 
 GIB = 1 << 30
@@ -200,7 +199,6 @@ def test_a_division_that_cannot_be_names_the_numbers_that_can(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([], "--device-memory is missing"),
         (["--device-memory", "H101"], "did you mean H100"),
         (["--device-memory", "80GiB", "--context", "4k,lots"], "'lots' is not a number of tokens"),
         (["--device-memory", "A100"], "there is more than one A100; write A100-40GB or A100-80GB"),
@@ -269,18 +267,6 @@ def test_the_load_line_is_drawn(
         assert text.count("<path") > 20
         assert "<img" not in text  # nothing is fetched
         assert "<script" not in text
-
-
-def test_contexts_and_cards_as_people_write_them() -> None:
-    options = load_options(["--device-memory", "rtx 4090", "--context", "4096,32K,1M"])
-    assert options.context == (4096, 32768, 1048576)
-    assert options.device_memory == CARDS["RTX-4090"]
-    assert find_card("a100 80gb") == CARDS["A100-80GB"]
-    assert find_card("H100-80GB") == find_card("h100") == CARDS["H100"]
-    assert find_card("h200 141GB") == CARDS["H200"]
-    assert find_card("B100") is None
-    twice = load_options(["--device-memory", "400GiB", "--context", "4K,4096,8K", "--batch", "8,1,8"])
-    assert (twice.context, twice.batch) == ((4096, 8192), (8, 1))
 
 
 def test_what_a_size_is_called_is_said_once(

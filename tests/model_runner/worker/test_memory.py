@@ -9,6 +9,7 @@ import torch
 
 from model_runner.config import EngineConfig
 from model_runner.core.block_layout import BlockGroup, BlockLayout
+from model_runner.core.capacity import ample_kv_bytes
 from model_runner.errors import DoesNotFit, StartupError
 from model_runner.worker import memory
 from model_runner.worker.kv_cache import allocate_kv_cache
@@ -76,9 +77,10 @@ def test_weights_come_first() -> None:
 
 
 def test_an_unasked_cache_is_bounded_but_holds_the_longest_request() -> None:
-    ample = memory.ample_kv_bytes(config(), MIXED, 131_072)
+    tokens = config().max_num_batched_tokens
+    ample = ample_kv_bytes(MIXED, 131_072, max_num_seqs=256, max_num_batched_tokens=tokens)
     assert memory.plan(config(), MIXED, ample, 131_072).num_blocks >= 4 * MIXED.sequence_blocks(131_072)
-    one = memory.ample_kv_bytes(config(max_num_seqs=1), MIXED, 131_072)
+    one = ample_kv_bytes(MIXED, 131_072, max_num_seqs=1, max_num_batched_tokens=tokens)
     assert memory.plan(config(), MIXED, one, 131_072).num_blocks == MIXED.sequence_blocks(131_072)
 
 
