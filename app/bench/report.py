@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from app.bench.client import Sample
 from app.bench.machine import Shares
+from model_runner.percentiles import Percentiles, percentiles
 from model_runner.sizes import format_size
-
-
-class Percentiles(msgspec.Struct, frozen=True):
-    """Seconds."""
-
-    p50: float
-    p90: float
-    p99: float
-    mean: float
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,19 +48,6 @@ class Roofline(msgspec.Struct, frozen=True, kw_only=True):
         return self.read_bandwidth_bytes_per_second / self.weights_bytes
 
 
-def percentile(ordered: Sequence[float], share: float) -> float:
-    """Nearest rank: the smallest value that at least `share` of them don't pass. `ordered` is not empty."""
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
-
-
-def percentiles(values: Iterable[float]) -> Percentiles | None:
-    ordered = sorted(values)
-    if not ordered:
-        return None
-    p50, p90, p99 = (percentile(ordered, share) for share in (0.5, 0.9, 0.99))
-    return Percentiles(p50, p90, p99, math.fsum(ordered) / len(ordered))
-
-
 def measure(
     mode: str, level: float, samples: Sequence[Sample], shares: Shares, roofline: Roofline | None
 ) -> Measurement:
@@ -91,9 +69,9 @@ def measure(
         output_tokens_per_second=speed,
         output_tokens_per_second_in_r=speed / roofline.tokens_per_second if roofline else None,
         requests_per_second=len(done) / elapsed,
-        ttft_seconds=percentiles(sample.ttft for sample in done if sample.ttft is not None),
-        inter_token_seconds=percentiles(gap for sample in done for gap in sample.gaps),
-        e2e_seconds=percentiles(sample.e2e for sample in done),
+        ttft_seconds=percentiles([sample.ttft for sample in done if sample.ttft is not None]),
+        inter_token_seconds=percentiles([gap for sample in done for gap in sample.gaps]),
+        e2e_seconds=percentiles([sample.e2e for sample in done]),
         generator_cpu=shares.generator,
         api_cpu=shares.api,
         engine_cpu=shares.engine,

@@ -1,15 +1,12 @@
 from __future__ import annotations
 
 import json
-import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from app.bench.client import Sample
 from app.bench.machine import Shares
-from app.bench.report import Roofline, as_json, as_table, measure, percentile, percentiles
+from app.bench.report import Roofline, as_json, as_table, measure
 
 ABOUT = {"model": "small", "base_url": "http://x", "endpoint": "chat"}
 SHARES = Shares(generator=0.05, api=0.25, engine=1.5)
@@ -17,20 +14,6 @@ SHARES = Shares(generator=0.05, api=0.25, engine=1.5)
 
 def sample(started: float, ended: float, tokens: int, error: str | None = None) -> Sample:
     return Sample(started, ended, 0.1, [0.02] * (tokens - 1), 7, tokens, error, usage_told=True)
-
-
-@given(st.lists(st.floats(0, 1e6), min_size=1), st.sampled_from([0.5, 0.9, 0.99]))
-def test_a_percentile_is_the_smallest_value_that_enough_do_not_pass(
-    values: list[float], share: float
-) -> None:
-    found = percentile(sorted(values), share)
-    assert found in values
-    assert sum(value <= found for value in values) >= share * len(values) - 1e-9
-    assert sum(value < found for value in values) < math.ceil(share * len(values))
-
-
-def test_nothing_has_no_percentiles() -> None:
-    assert percentiles([]) is None
 
 
 def test_speed_counts_completed_tokens_over_the_whole_time() -> None:
