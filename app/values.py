@@ -8,10 +8,13 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from app.sizes import parse_duration, parse_size
 
 Parse = Callable[[str], Any]
+
+PICTURE_FORMATS = (".png", ".svg", ".html")
 
 
 def text(value: str) -> str:
@@ -123,6 +126,31 @@ def header_name(value: str) -> str:
     if not re.fullmatch(r"[!#$%&'*+.^_`|~0-9a-z-]+", name) or name == "authorization":
         raise ValueError(f"{value!r} can't be the header; write for example x-tenant")
     return name
+
+
+def base_url(value: str) -> str:
+    parts = urlsplit(value)
+    if parts.scheme not in ("http", "https") or not parts.hostname or not _has_valid_port(value):
+        raise ValueError(f"{value!r} is not a base URL; write for example http://127.0.0.1:8000")
+    return value.rstrip("/").removesuffix("/v1")
+
+
+def _has_valid_port(url: str) -> bool:
+    try:
+        return urlsplit(url).port != 0
+    except ValueError:
+        return False
+
+
+def several(parse: Parse) -> Parse:
+    """Of values with commas between them."""
+    return lambda value: tuple(parse(each.strip()) for each in value.split(","))
+
+
+def picture_file(value: str) -> str:
+    if Path(value).suffix.lower() not in PICTURE_FORMATS:
+        raise ValueError(f"{value!r} is not a picture; its name ends in {', '.join(PICTURE_FORMATS)}")
+    return value
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

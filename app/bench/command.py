@@ -58,7 +58,7 @@ async def _measure(
     roofline: Roofline | None,
 ) -> Measurement:
     requests = options.requests or _enough(mode, level)
-    async with Progress(f"{mode} {level:g}", requests, options.warmup) as progress:
+    with Progress(f"{mode} {level:g}", requests, options.warmup) as progress:
         await closed_loop(
             client,
             asked,

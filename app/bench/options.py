@@ -4,39 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 from app.options import UsageError, build_parser, option, options_of, read_flags
 from app.sizes import parse_size
-from app.values import Parse, choice, duration, integer, number, text, yes
+from app.values import base_url, choice, duration, integer, number, several, text, yes
 
 _TARGET = "the server"
 _LOAD = "the load"
 _REPORT = "the report"
 
 
-def _url(value: str) -> str:
-    parts = urlsplit(value)
-    if parts.scheme not in ("http", "https") or not parts.hostname or not _has_valid_port(value):
-        raise ValueError(f"{value!r} is not a base URL; write for example http://127.0.0.1:8000")
-    return value.rstrip("/").removesuffix("/v1")
-
-
-def _has_valid_port(url: str) -> bool:
-    try:
-        return urlsplit(url).port != 0
-    except ValueError:
-        return False
-
-
-def _several(parse: Parse) -> Parse:
-    return lambda value: tuple(parse(each) for each in value.split(","))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
     base_url: str = option(
-        "http://127.0.0.1:8000", group=_TARGET, metavar="URL", parse=_url, help="Where the server listens."
+        "http://127.0.0.1:8000",
+        group=_TARGET,
+        metavar="URL",
+        parse=base_url,
+        help="Where the server listens.",
     )
     model: str = option(
         "",
@@ -74,7 +59,7 @@ class BenchOptions:
         (),
         group=_LOAD,
         metavar="N[,N…]",
-        parse=_several(integer(1, 65536)),
+        parse=several(integer(1, 65536)),
         shown="1,8,32",
         help="Closed loop: so many clients, each sends its next request when its last has ended.",
     )
@@ -82,7 +67,7 @@ class BenchOptions:
         (),
         group=_LOAD,
         metavar="R[,R…]",
-        parse=_several(number(0.001, 100000)),
+        parse=several(number(0.001, 100000)),
         shown="closed loop",
         help="Open loop instead: so many requests a second, at random moments (Poisson), whatever the "
         "server does.",

@@ -10,6 +10,7 @@ import msgspec
 
 from app.bench.client import Sample
 from app.bench.machine import Shares
+from app.table import columns
 from model_runner.percentiles import Percentiles, percentiles
 from model_runner.sizes import format_size
 
@@ -95,9 +96,7 @@ def as_table(about: dict[str, Any], measurements: Sequence[Measurement], rooflin
     ]
     head += ["e2e p50/p90/p99", "generator", "API", "engine"]
     rows = [head, *(_row(each) for each in measurements)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    lines.insert(0, _title(about, measurements))
+    lines = [_title(about, measurements), columns(rows)]
     if roofline:
         bandwidth = f"{roofline.read_bandwidth_bytes_per_second / 1e9:.1f} GB/s"
         weights = format_size(roofline.weights_bytes)

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from app.capacity import About
-from app.options import UsageError
 from app.plan.memory import Memory, find_memory
 from app.plan.options import PlanOptions, load_options
 from app.plan.report import Report, as_json, as_table, quantisation_note
@@ -38,10 +37,7 @@ def plan(argv: Sequence[str]) -> int:
     if options.plot:
         from app.plan.plot import draw  # matplotlib takes a second to import
 
-        try:
-            draw(report, options.plot)
-        except OSError as error:
-            raise UsageError(f"--plot {options.plot} can't be written: {error.strerror}.") from None
+        draw(report, options.plot)
         print(f"drawn: {options.plot}", file=sys.stderr)
     return 0
 

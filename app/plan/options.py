@@ -5,18 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from app.options import build_parser, option, options_of, read_flags
 from app.plan.cards import CARDS, Card, find_card
 from app.settings import default_cache_dir
 from app.sizes import parse_size
-from app.values import block_size, choice, did_you_mean, integer, memory, number, text
+from app.values import block_size, choice, did_you_mean, integer, memory, number, picture_file, text
 from model_runner.sizes import format_size
 
 # Named here and not imported: the price list knows the same ones, and a test holds the two together.
 KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "int8", "int4", "q8_0", "q4_0")
-PLOT_FORMATS = (".png", ".svg", ".html")
 
 _FACTORS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 _MOST_TOKENS = 1 << 32  # in a context, and far past any
@@ -65,12 +63,6 @@ def _token_counts(value: str) -> tuple[int, ...]:
 def _counts(value: str) -> tuple[int, ...]:
     """Each once."""
     return tuple(dict.fromkeys(integer(1, _MOST_SEQUENCES)(part) for part in value.split(",")))
-
-
-def _plot(value: str) -> str:
-    if Path(value).suffix.lower() not in PLOT_FORMATS:
-        raise ValueError(f"{value!r} is not a picture; its name ends in {', '.join(PLOT_FORMATS)}")
-    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +158,7 @@ class PlanOptions:
         "",
         group=_ANSWER,
         metavar="FILE",
-        parse=_plot,
+        parse=picture_file,
         shown="none",
         help="Draw the load line, batch against context, into FILE.png, FILE.svg or FILE.html.",
     )

@@ -2,70 +2,25 @@
 
 from __future__ import annotations
 
-import html
-import io
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from app.options import UsageError
+from app.picture import COOL, DARK, FILL, INK, LINE, SOFT, dress, new_figure, save
 from app.plan.report import Report, as_table
 from model_runner.core.capacity import Plan, cached_tokens
 from model_runner.sizes import format_size
 
-_INK, _SOFT, _GRID = "#1c2733", "#66727f", "#e3e7eb"
-_LINE, _FILL, _EVEN, _OURS = "#b3261e", "#dbe9f6", "#2f6f9f", "#14181d"
 _POINTS_PER_DOUBLING = 12
 _SHORTEST = 256  # tokens
 
-_PAGE = """\
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-  body {{ margin: 2rem auto; max-width: 62rem; padding: 0 1rem; color: #1c2733; background: #fff;
-         font: 16px/1.5 system-ui, sans-serif; }}
-  svg {{ width: 100%; height: auto; }}
-  pre {{ overflow-x: auto; font-size: 13px; line-height: 1.4; background: #f6f8fa; padding: 1rem; }}
-</style>
-</head>
-<body>
-<h1>{title}</h1>
-{picture}
-<pre>{table}</pre>
-</body>
-</html>
-"""
-
 
 def draw(report: Report, file: str) -> None:
-    """Write the picture in the format that the file's name ends in: .png, .svg or .html, which is one page
-    with nothing to fetch. Raises UsageError without matplotlib, OSError where the file can't be written."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UsageError("--plot needs matplotlib: pip install 'plimsoll[plot]'") from None
-    figure = Figure(figsize=(9.6, 8.4), layout="constrained", facecolor="white")
+    """Write the picture in the format that the file's name ends in. Raises UsageError where it can't."""
+    figure = new_figure(9.6, 8.4)
     _fill(figure, report)
-    path = Path(file)
-    if path.suffix.lower() == ".png":
-        figure.savefig(path, format="png", dpi=160)
-        return
-    drawn = io.StringIO()
-    figure.savefig(drawn, format="svg", metadata={"Date": None, "Title": _title(report)})
-    svg = drawn.getvalue()
-    if path.suffix.lower() == ".html":
-        # Within a page, neither the XML declaration nor the document type has a place.
-        svg = _PAGE.format(
-            title=html.escape(_title(report)),
-            picture=svg[svg.index("<svg") :],
-            table=html.escape(as_table(report)),
-        )
-    path.write_text(svg, encoding="utf-8")
+    save(figure, file, title=_title(report), text=as_table(report))
 
 
 def _title(report: Report) -> str:
@@ -84,7 +39,7 @@ def _fill(figure: Any, report: Report) -> None:
         load, speed = figure.subplots(), None
     else:
         load, speed = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    figure.suptitle(_title(report), x=0.02, ha="left", fontsize=15, fontweight="bold", color=_INK)
+    figure.suptitle(_title(report), x=0.02, ha="left", fontsize=15, fontweight="bold", color=INK)
     _draw_load(load, report, contexts, batches)
     if speed is not None:
         _draw_speed(speed, plan, contexts, batches)
@@ -111,32 +66,32 @@ def _draw_load(axes: Any, report: Report, contexts: Sequence[int], batches: Sequ
         f"{format_size(plan.weights.total_bytes)} of weights"
         f"{' on each device' if report.options.tensor_parallel > 1 else ''}; cache in {plan.spec.kv_dtype}"
     )
-    axes.set_title(about, loc="left", fontsize=10, color=_SOFT)
-    axes.fill_between(contexts, 0.5, batches, color=_FILL, label="fits")
-    axes.plot(contexts, batches, color=_LINE, linewidth=4.5, label="the load line: memory is full")
+    axes.set_title(about, loc="left", fontsize=10, color=SOFT)
+    axes.fill_between(contexts, 0.5, batches, color=FILL, label="fits")
+    axes.plot(contexts, batches, color=LINE, linewidth=4.5, label="the load line: memory is full")
     if plan.layout is not None and plan.num_blocks:
         layout, blocks = plan.layout, plan.num_blocks
         ours = [blocks / layout.sequence_blocks(cached_tokens(each)) for each in contexts]
         dashes = (0, (5, 2))
         # On top of the load line, and thinner: where whole blocks cost hardly more, both are seen.
-        style = {"color": _OURS, "linewidth": 1.6, "linestyle": dashes, "zorder": 3}
+        style = {"color": DARK, "linewidth": 1.6, "linestyle": dashes, "zorder": 3}
         axes.plot(contexts, ours, label="as Plimsoll allocates", **style)
     evens = [plan.at_context(each).half_ceiling_batch or float("nan") for each in contexts]
     label = "cache read = weights read: above, half of the ceiling is passed"
-    axes.plot(contexts, evens, color=_EVEN, linewidth=1.4, linestyle=":", label=label)
+    axes.plot(contexts, evens, color=COOL, linewidth=1.4, linestyle=":", label=label)
     for at in plan.contexts:
         if at.max_sequences:
             spot = (at.context, at.max_sequences)
-            axes.plot(*spot, "o", color=_LINE, markeredgecolor="white", markersize=7, zorder=4)
+            axes.plot(*spot, "o", color=LINE, markeredgecolor="white", markersize=7, zorder=4)
             axes.annotate(
-                f"{at.max_sequences:,}", spot, (5, 6), textcoords="offset points", fontsize=9, color=_INK
+                f"{at.max_sequences:,}", spot, (5, 6), textcoords="offset points", fontsize=9, color=INK
             )
     axes.set_yscale("log", base=2)
     axes.set_ylim(0.5, top)
-    axes.set_ylabel("sequences in the batch", color=_INK)
+    axes.set_ylabel("sequences in the batch", color=INK)
     axes.set_yticks(_powers(1, top))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    _dress(axes)
+    dress(axes)
 
 
 def _draw_speed(axes: Any, plan: Plan, contexts: Sequence[int], batches: Sequence[float]) -> None:
@@ -154,14 +109,14 @@ def _draw_speed(axes: Any, plan: Plan, contexts: Sequence[int], batches: Sequenc
     bandwidth = plan.device.bandwidth or float("nan")
     endless = [bandwidth / price if price else float("nan") for price in prices]
     title = "The ceiling that memory bandwidth sets along the line"
-    axes.set_title(title, loc="left", fontsize=10, color=_SOFT)
-    axes.plot(contexts, endless, color=_EVEN, linewidth=1.4, linestyle=":", label="a batch without end")
-    axes.plot(contexts, ceiling(int), color=_LINE, linewidth=2.4, label="the largest batch that fits")
-    axes.plot(contexts, ceiling(lambda _: 1), color=_SOFT, linewidth=1.4, label="one sequence alone")
+    axes.set_title(title, loc="left", fontsize=10, color=SOFT)
+    axes.plot(contexts, endless, color=COOL, linewidth=1.4, linestyle=":", label="a batch without end")
+    axes.plot(contexts, ceiling(int), color=LINE, linewidth=2.4, label="the largest batch that fits")
+    axes.plot(contexts, ceiling(lambda _: 1), color=SOFT, linewidth=1.4, label="one sequence alone")
     axes.set_yscale("log")
-    axes.set_ylabel("tokens per second, at most", color=_INK)
+    axes.set_ylabel("tokens per second, at most", color=INK)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
-    _dress(axes)
+    dress(axes)
 
 
 def _context_axis(axes: Any, report: Report, contexts: Sequence[int]) -> None:
@@ -170,7 +125,7 @@ def _context_axis(axes: Any, report: Report, contexts: Sequence[int]) -> None:
     axes.set_xticks(_powers(contexts[0], contexts[-1]))
     axes.xaxis.set_major_formatter(lambda value, _: _tokens(round(value)))
     unknown = "" if report.about.model_context else " (the model states no longest)"
-    axes.set_xlabel(f"context: tokens of prompt and answer{unknown}", color=_INK)
+    axes.set_xlabel(f"context: tokens of prompt and answer{unknown}", color=INK)
 
 
 def _powers(lowest: float, highest: float) -> list[int]:
@@ -184,13 +139,3 @@ def _tokens(count: int) -> str:
         if count >= size and count % size == 0:
             return f"{count // size}{unit}"
     return f"{count:,}"
-
-
-def _dress(axes: Any) -> None:
-    axes.grid(which="major", color=_GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.minorticks_off()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(_SOFT)
-    axes.tick_params(colors=_INK, labelsize=9)
-    axes.legend(loc="upper right", fontsize=9, framealpha=0.95, edgecolor=_GRID)

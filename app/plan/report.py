@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from app.capacity import About, capacity_fields
 from app.plan.options import PlanOptions
+from app.table import columns
 from model_runner.core.capacity import Plan, cached_tokens
 from model_runner.sizes import format_size
 
@@ -103,7 +104,7 @@ def _groups(report: Report) -> str:
             )
         )
     title = f"What it needs, by layer group (per sequence: at a context of {report.longest_context:,})"
-    return f"{title}\n{_columns(rows)}"
+    return f"{title}\n{columns(rows, indent=2)}"
 
 
 def _by_context(report: Report) -> str:
@@ -122,7 +123,7 @@ def _by_context(report: Report) -> str:
             half = "-" if at.half_ceiling_batch is None else f"{at.half_ceiling_batch:,.1f}"
             row += [_milliseconds(at.step_seconds), _speed(at.tokens_per_second), half]
         rows.append(tuple(row))
-    return f"The largest batch at each context\n{_columns(rows)}"
+    return f"The largest batch at each context\n{columns(rows, indent=2)}"
 
 
 def _by_batch(report: Report) -> str:
@@ -139,7 +140,7 @@ def _by_batch(report: Report) -> str:
         rows.append(tuple(row))
     whose = "the model's own is" if report.about.model_context else "the model states none; planned up to"
     title = f"The longest context of each batch ({whose} {report.longest_context:,})"
-    return f"{title}\n{_columns(rows)}"
+    return f"{title}\n{columns(rows, indent=2)}"
 
 
 def _notes(report: Report) -> str:
@@ -202,13 +203,6 @@ def quantisation_note(stored: Mapping[str, Any], kept_in: str) -> str:
     return (
         f"{says} in a way that it does not tell the size of; here they are counted in {kept_in}: only the "
         "files' headers would tell what they take."
-    )
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
     )
 
 

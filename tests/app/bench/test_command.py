@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import time
@@ -207,7 +206,7 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
 def test_progress_is_told_in_lines_where_there_is_no_terminal(
     server: Server, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("app.bench.progress._LINE_SECONDS", 0.03)
+    monkeypatch.setattr("app.progress._LINE_SECONDS", 0.03)
     run("--concurrency", "1", "--requests", "10", "--warmup", "4")
     lines = capsys.readouterr().err.splitlines()
     shape = re.compile(r"concurrency 1: (warm-up, )?(\d+) of (10|4) requests, \d+ s")
@@ -221,11 +220,8 @@ def test_progress_is_told_in_lines_where_there_is_no_terminal(
 
 
 def test_failures_are_told_with_the_progress() -> None:
-    async def scenario() -> str:
-        async with Progress("rate 2", 10, 1) as progress:
-            progress.warmed_up(Sample())
-            progress.ended(Sample())
-            progress.ended(Sample(error="timeout"))
-            return progress._line(7.4)
-
-    assert asyncio.run(scenario()) == "rate 2: 2 of 10 requests, 1 failed, 7 s"
+    with Progress("rate 2", 10, 1) as progress:
+        progress.warmed_up(Sample())
+        progress.ended(Sample())
+        progress.ended(Sample(error="timeout"))
+        assert progress.line(7.4) == "rate 2: 2 of 10 requests, 1 failed, 7 s"
