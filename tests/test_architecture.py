@@ -76,7 +76,7 @@ FLOORS: list[tuple[str, int]] = [
     ("model_runner.core.step_batch", 43),
     ("model_runner.core.policy", 43),
     ("model_runner.core.outlook", 42),
-    ("model_runner.core.lengths", 41),
+    ("model_runner.core.lengths", 40),
     ("model_runner.core.forecast", 42),
     ("model_runner.core.request", 42),
     ("model_runner.core.block_pool", 40),

@@ -8,23 +8,26 @@ the policy sees it. `decide` answers one of three, and the caller must
                or `expire` will name it among those too late;
     Rejected   say so to the client; nothing was reserved, nothing is remembered.
 
-First come, first served: nothing overtakes the head of the queue, and since the head is never larger than
-the whole budget it always gets its turn. A reservation is the request's whole price from the start, or what
+Whose turn it is, the fair queue says: first come, first served, within a tenant. A small request may pass one
+that doesn't fit yet, a bounded number of times; then the room that comes free is kept for that one, and since
+none is larger than the whole budget each gets its turn. A reservation is the request's whole price from the start, or what
 the engine says that it has granted it (`grant`), as the policy has it. It ends with `release`, on the
 engine's word that the blocks are back, or with `close`, when that engine is dead and its memory gone.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TypeAlias
 
+from model_runner.core.fair_queue import FairQueue, Waiting
 from model_runner.core.forecast import Forecast
-from model_runner.core.lengths import LengthModel
+from model_runner.core.lengths import Lengths
 from model_runner.core.pace import Pace
 from model_runner.core.policy import Part, Policy, Strict
+from model_runner.core.tenants import DEFAULT_TENANT, Tenants
 from model_runner.errors import Reason
 
 
@@ -34,6 +37,9 @@ class Ask:
 
     ask_id: str
     parts: tuple[Part, ...]
+    tenant: str = DEFAULT_TENANT
+    priority: int = 0  # the smaller goes first
+    timeout_seconds: float = float("inf")  # it won't wait for longer, whatever the server allows
 
     @property
     def blocks(self) -> int:
@@ -64,21 +70,18 @@ class Rejected:
 
 Decision: TypeAlias = Admitted | Queued | Rejected
 
+_CANDIDATES = 16  # looked at, each time, for one that fits
 _MANY = 64  # requests that run or wait
 _FRESH_STEPS = 4  # so long a forecast for many is good enough
 
 
 @dataclass(slots=True)
-class _Waiting:
-    ask: Ask
-    deadline: float
-
-
-@dataclass(slots=True)
 class _Reservation:
-    ask_id: str
+    ask: Ask
     part: Part
     blocks: int
+    since: float
+    predicted_cost: float
     generated_tokens: int = 0
     ending: bool = False  # nobody wants more of it: the engine gives its blocks back in its next step
 
@@ -95,10 +98,14 @@ class AdmissionController:
         max_queue_seconds: float,
         pace: Pace,
         policy: Policy | None = None,
-        lengths: LengthModel | None = None,
+        lengths: Lengths | None = None,
+        tenants: Tenants | None = None,
+        max_passes: int = 0,
+        aging_seconds: float = 10.0,
     ) -> None:
         """`lengths` is told of all answers and asked how long those that run may still take; without it
-        everyone is taken to run to max_tokens."""
+        everyone is taken to run to max_tokens. `max_passes` and `aging_seconds` bound how often and for how
+        long one that doesn't fit may be passed."""
         self.policy: Policy = policy or Strict()
         self.lengths = lengths
         self.num_blocks = num_blocks
@@ -109,8 +116,9 @@ class AdmissionController:
         self.reserved_blocks = 0
         self.queued_blocks = 0
         self._open = False
-        self._queue: OrderedDict[str, _Waiting] = OrderedDict()
-        self._earliest_deadline = float("inf")  # a lower bound: saves walking the queue when nothing is late
+        self._queue: FairQueue[Ask] = FairQueue(
+            tenants or Tenants(), aging_seconds=aging_seconds, max_passes=max_passes
+        )
         self._reservations: dict[str, _Reservation] = {}
         self._sequences: dict[str, int] = {}  # ask_id -> sequences of its parts not yet released
         self._reserved_sequences = 0
@@ -134,13 +142,14 @@ class AdmissionController:
         """Blocks by part_id."""
         return {part_id: reservation.blocks for part_id, reservation in self._reservations.items()}
 
-    def queued_ask_ids(self) -> list[str]:
-        return list(self._queue)
+    def queued_ask_ids(self, now: float) -> list[str]:
+        """In turn."""
+        return [waiting.ask_id for waiting in self._queue.in_turn(now)]
 
     def decide(self, ask: Ask, now: float) -> Decision:
         decision = self.judge(ask, now)
         if isinstance(decision, Admitted):
-            self._reserve(ask)
+            self._reserve(ask, now)
         elif isinstance(decision, Queued):
             self._enqueue(ask, now)
             self._foresee(self._forecast_at(now), ask)
@@ -156,7 +165,7 @@ class AdmissionController:
         wait = self.predict_wait(ask, now)
         if len(self._queue) >= self.max_queue_requests:
             return Rejected(Reason.QUEUE_FULL, wait)
-        if wait > self.max_queue_seconds:
+        if wait > self._patience(ask):
             return Rejected(Reason.WAIT_TOO_LONG, wait)
         return Queued(wait)
 
@@ -170,10 +179,10 @@ class AdmissionController:
         footprint = sum(self.policy.footprint(part, 0) for part in ask.parts)
         return max(0.0, self._forecast_at(now).room_at(footprint, self._places(ask.sequences)) - now)
 
-    def open(self) -> list[Ask]:
+    def open(self, now: float) -> list[Ask]:
         """An engine is there. Returns those let in."""
         self._open = True
-        return self._admit_from_queue()
+        return self._admit_from_queue(now)
 
     def close(self) -> None:
         """The engine is gone and every block with it; nothing is let in until `open`."""
@@ -188,12 +197,11 @@ class AdmissionController:
 
     def requeue(self, asks: Sequence[Ask], now: float) -> None:
         """To the queue's head, in this order, with a new deadline: they had been let in once."""
-        for ask in reversed(asks):
-            self._enqueue(ask, now)
-            self._queue.move_to_end(ask.ask_id, last=False)
+        self._queue.push_front([self._waiting(ask, now) for ask in asks])
+        self.queued_blocks += sum(ask.blocks for ask in asks)
         self._forecast_outdated = True
 
-    def release(self, part_ids: Iterable[str]) -> list[Ask]:
+    def release(self, part_ids: Iterable[str], now: float) -> list[Ask]:
         """The engine says that these parts' blocks are back in its pool. Returns those let in by it.
 
         Raises KeyError for a part that holds no reservation: ledger and engine disagree.
@@ -201,37 +209,35 @@ class AdmissionController:
         for part_id in part_ids:
             reservation = self._reservations.pop(part_id)
             self.reserved_blocks -= reservation.blocks
+            self._settle(reservation, now)
             self.policy.left(part_id)
-            left = self._sequences.pop(reservation.ask_id)
+            ask_id = reservation.ask.ask_id
+            left = self._sequences.pop(ask_id)
             self._reserved_sequences -= self._places(left)
             left -= reservation.part.sequences
             if left:
-                self._sequences[reservation.ask_id] = left
+                self._sequences[ask_id] = left
                 self._reserved_sequences += self._places(left)
         self._forecast_outdated = True
-        return self._admit_from_queue()
+        return self._admit_from_queue(now)
 
-    def cancel(self, ask_id: str) -> list[Ask]:
+    def cancel(self, ask_id: str, now: float) -> list[Ask]:
         """Leave the queue. Returns those let in by it; the head's going may open the way for the next."""
-        waiting = self._queue.pop(ask_id, None)
+        waiting = self._queue.remove(ask_id)
         if waiting is None:
             return []
         self.queued_blocks -= waiting.ask.blocks
         self._forecast_outdated = True
-        return self._admit_from_queue()
+        return self._admit_from_queue(now)
 
     def expire(self, now: float) -> tuple[list[Ask], list[Ask]]:
         """(those whose deadline in the queue has passed, those let in by their going)."""
-        if now < self._earliest_deadline:
+        late = [waiting.ask for waiting in self._queue.expire(now)]
+        if not late:
             return [], []
-        late = [waiting.ask for waiting in self._queue.values() if waiting.deadline <= now]
-        for ask in late:
-            del self._queue[ask.ask_id]
-            self.queued_blocks -= ask.blocks
-        deadlines = (waiting.deadline for waiting in self._queue.values())
-        self._earliest_deadline = min(deadlines, default=float("inf"))
+        self.queued_blocks -= sum(ask.blocks for ask in late)
         self._forecast_outdated = True
-        return late, self._admit_from_queue()
+        return late, self._admit_from_queue(now)
 
     def grant(self, grants: Iterable[tuple[str, int]]) -> None:
         """The engine says what these parts may hold from now on. One step's grants and releases come
@@ -251,16 +257,19 @@ class AdmissionController:
         if reservation is None:
             return
         if self.lengths is not None:
-            self.lengths.drawn(generated_tokens, more)
+            part = reservation.part
+            self.lengths.of(part.prompt_tokens, part.tenant).drawn(generated_tokens, more)
         if generated_tokens > reservation.generated_tokens:
             reservation.generated_tokens = generated_tokens
             self.policy.progressed(part_id, generated_tokens)
             self._forecast_outdated = True
 
-    def ended(self, generated_tokens: int) -> None:
+    def ended(self, part_id: str, generated_tokens: int) -> None:
         """A choice has come to an end of itself: by a token or a string that stops it."""
-        if self.lengths is not None:
-            self.lengths.ended(generated_tokens)
+        reservation = self._reservations.get(part_id)
+        if self.lengths is not None and reservation is not None:
+            part = reservation.part
+            self.lengths.of(part.prompt_tokens, part.tenant).ended(generated_tokens)
 
     def ending(self, part_id: str) -> None:
         """Nobody wants any more of this part, and the engine has been told. Only forecasts depend on it."""
@@ -282,34 +291,69 @@ class AdmissionController:
             and self.policy.fits(ask.parts, self.free_blocks)
         )
 
-    def _reserve(self, ask: Ask) -> None:
+    def _reserve(self, ask: Ask, now: float) -> None:
         for part in ask.parts:
             assert part.part_id not in self._reservations
             blocks = 0 if self.policy.grows else part.blocks
-            self._reservations[part.part_id] = _Reservation(ask.ask_id, part, blocks)
+            cost = self._predicted_cost(part)
+            self._reservations[part.part_id] = _Reservation(ask, part, blocks, now, cost)
             self.reserved_blocks += blocks
             self.policy.came_in(part)
         self._sequences[ask.ask_id] = ask.sequences
         self._reserved_sequences += self._places(ask.sequences)
         self._forecast_outdated = True
 
+    def _patience(self, ask: Ask) -> float:
+        """Seconds that it may wait."""
+        return min(self.max_queue_seconds, ask.timeout_seconds)
+
+    def _waiting(self, ask: Ask, now: float) -> Waiting[Ask]:
+        return Waiting(
+            ask_id=ask.ask_id,
+            tenant=ask.tenant,
+            priority=ask.priority,
+            cost=sum(map(self._predicted_cost, ask.parts)),
+            arrived_at=now,
+            deadline=now + self._patience(ask),
+            ask=ask,
+        )
+
     def _enqueue(self, ask: Ask, now: float) -> None:
-        deadline = now + self.max_queue_seconds
-        self._queue[ask.ask_id] = _Waiting(ask, deadline)
-        self._earliest_deadline = min(self._earliest_deadline, deadline)
+        self._queue.push(self._waiting(ask, now))
         self.queued_blocks += ask.blocks
 
-    def _admit_from_queue(self) -> list[Ask]:
+    def _admit_from_queue(self, now: float) -> list[Ask]:
         admitted: list[Ask] = []
-        while self._queue:
-            ask = next(iter(self._queue.values())).ask
-            if not self._has_room(ask):
-                break
-            del self._queue[ask.ask_id]
+        while (ask := self._next_that_fits(now)) is not None:
+            self._queue.take(ask.ask_id, now)
             self.queued_blocks -= ask.blocks
-            self._reserve(ask)
+            self._reserve(ask, now)
             admitted.append(ask)
         return admitted
+
+    def _next_that_fits(self, now: float) -> Ask | None:
+        if not self._open:
+            return None
+        for waiting in islice(self._queue.candidates(now), _CANDIDATES):
+            if self._has_room(waiting.ask):
+                return waiting.ask
+        return None
+
+    def _predicted_cost(self, part: Part) -> float:
+        """Block-seconds, as the learned length and the measured pace have them, and its prefill."""
+        seconds = self.pace.decode_seconds(self._tokens_left(part, 0))
+        return self.policy.footprint(part, 0) * seconds + self._prefill_cost(part)
+
+    def _prefill_cost(self, part: Part) -> float:
+        # While a prompt is computed the others wait for it: it is charged as if it had the whole cache.
+        return self.num_blocks * self.pace.prefill_seconds(part.prompt_tokens)
+
+    def _settle(self, reservation: _Reservation, now: float) -> None:
+        """Charge the tenant what it really took."""
+        part, tokens = reservation.part, reservation.generated_tokens
+        blocks = self.policy.mean_blocks(part, tokens)
+        cost = blocks * (now - reservation.since) + (self._prefill_cost(part) if tokens else 0.0)
+        self._queue.settle(reservation.ask.tenant, reservation.predicted_cost, cost)
 
     def _forecast_at(self, now: float) -> Forecast:
         """The forecast at the queue's tail.
@@ -338,8 +382,9 @@ class AdmissionController:
         places_left = {ask_id: self._places(left) for ask_id, left in self._sequences.items()}
         for reservation in self._reservations.values():
             part, generated, ending = reservation.part, reservation.generated_tokens, reservation.ending
-            places = min(part.sequences, places_left[reservation.ask_id])
-            places_left[reservation.ask_id] -= places
+            ask_id = reservation.ask.ask_id
+            places = min(part.sequences, places_left[ask_id])
+            places_left[ask_id] -= places
             forecast.running(
                 blocks=self.policy.footprint(part, generated),
                 sequences=places,
@@ -347,7 +392,7 @@ class AdmissionController:
                 tokens_left=1 if ending else self._tokens_left(part, generated),
                 since=now,
             )
-        for waiting in self._queue.values():
+        for waiting in self._queue.in_turn(now):
             self._foresee(forecast, waiting.ask)
         return forecast
 
@@ -368,4 +413,6 @@ class AdmissionController:
 
     def _tokens_left(self, part: Part, generated: int) -> float:
         left = max(part.max_tokens - generated, 1)
-        return left if self.lengths is None else self.lengths.mean_left(generated, left)
+        if self.lengths is None:
+            return left
+        return self.lengths.of(part.prompt_tokens, part.tenant).mean_left(generated, left)

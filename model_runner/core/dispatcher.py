@@ -166,12 +166,12 @@ class Dispatcher:
         self.admission.grant(step.grants)
         # The late go before anyone is let in: a request past its deadline must not be prefilled.
         self.expire(now)
-        self._launch(self.admission.release(step.released), now)
+        self._launch(self.admission.release(step.released, now), now)
 
     def engine_ready(self, epoch: int, now: float) -> None:
         self.epoch = epoch
         self.expire(now)
-        self._launch(self.admission.open(), now)
+        self._launch(self.admission.open(now), now)
 
     def engine_died(self, now: float) -> None:
         """What the client has seen part of, and what was running at a death before, fails; the rest of what
@@ -271,7 +271,7 @@ class Dispatcher:
             choice.generated_tokens += generated_tokens
             self.admission.progress(output.request_id, choice.generated_tokens, generated_tokens)
         if output.finish_reason is FinishReason.STOP:
-            self.admission.ended(choice.generated_tokens)
+            self.admission.ended(output.request_id, choice.generated_tokens)
         if output.finish_reason is not None:
             choice.finish_reason = output.finish_reason
             request.unfinished -= 1
@@ -297,7 +297,7 @@ class Dispatcher:
             for part in request.ask.parts:
                 self._send(Abort(part.part_id))
         else:
-            let_in = self.admission.cancel(request.ask.ask_id)
+            let_in = self.admission.cancel(request.ask.ask_id, now)
         self._end(request, reason, now, error=error, abort_cause=abort_cause)
         self._launch(let_in, now)
 

@@ -6,57 +6,73 @@ themselves; their quotient is the chance that a token there is the last. Answers
 cut off by their max_tokens or left early count in the exposure of the bins that they passed and in nothing
 else, so short answers, which end first, can't make the world look shorter than it is.
 
-Source: E. L. Kaplan and P. Meier, "Nonparametric Estimation from Incomplete Observations" (1958); with
-exposure in tokens it is the piecewise exponential model of survival analysis.
+Answers differ by who asks and by how long the prompt is: a long document is summarised, a long chat goes on.
+So there is a model for all, below it one for each class of prompt lengths, and below that one for each tenant
+of several. Each believes what it has seen itself, and as much as a few answers' worth of its parent.
 
 What was long ago counts less, by halves; and so that few observations are not believed too much, there are
 two ways to ask:
 
-- `survival` is careful: as if some answers more had come by and never ended. It goes towards 0 (nobody ends
+- `log_survival` is careful: as if an answer more had come by and never ended. It goes towards 0 (nobody ends
   before max_tokens, which is what strict admission assumes) where nothing has been seen.
 - `mean_left` is a guess at the middle: where nothing has been seen, of the lengths that chats have.
+
+Source: E. L. Kaplan and P. Meier, "Nonparametric Estimation from Incomplete Observations" (1958); with
+exposure in tokens it is the piecewise exponential model of survival analysis.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from math import exp, log
+from collections import OrderedDict
+from math import exp, log, log2
+
+from model_runner.core.tenants import DEFAULT_TENANT
+
+STEP = 8  # tokens between two entries of `log_survival`
 
 _NARROW_TO = 32  # tokens; bins are 4 wide up to here,
 _GROWTH = 1.08  # and then grow by this
 _NEVER_ENDING = 1.0  # so many imagined answers run through every bin
+_OF_PARENT = 2.0  # a class believes its parent as much as so many answers of its own
 _HALF_LIFE = 1000  # endings after which an observation counts half
-_TABLE_STEP = 8  # tokens
 _GENERAL_MEAN = 256.0  # tokens of an answer, where nothing is known,
 _GENERAL_WEIGHT = 4.0  # believed as much as so many observed answers
+_CLASSES_AN_OCTAVE = 3  # of prompt lengths
+_MOST_CLASSES = 512
 
 
 class LengthModel:
-    """Of answers up to `limit` tokens. Told of every token (`drawn`) and every ending (`ended`)."""
+    """Of one class of answers. Told of every token (`drawn`) and every ending (`ended`), it tells its
+    parents."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.edges = _edges(limit)  # bin j covers answers of edges[j] … edges[j + 1] - 1 tokens
-        bins = len(self.edges) - 1
-        self._exposure = [0.0] * bins
-        self._endings = [0.0] * bins
-        self._since_decay = 0
+    def __init__(self, bins: Bins, parent: LengthModel | None = None) -> None:
         self.observed = 0  # endings, since the beginning
+        self._bins = bins
+        self._parent = parent
+        self._exposure = [0.0] * len(bins)
+        self._endings = [0.0] * len(bins)
+        self._since_decay = 0
         self._stale = True
-        self._log_survival: list[float] = []  # at each edge
-        self._log_middle: list[float] = []
-        self._beyond: list[float] = []  # integral of the middle survival up to each edge
-        self._table: list[float] = []  # the careful one, every _TABLE_STEP tokens
-        self._bin_of = _bins_by_token(self.edges)
+        self._careful: list[float] = []  # hazard of each bin
+        self._middle: list[float] = []
+        self._log_survival: list[float] = []  # the careful one, every STEP tokens
+        self._log_middle: list[float] = []  # at each edge
+        self._area: list[float] = []  # under the middle survival up to each edge
 
     def drawn(self, length: int, tokens: int = 1) -> None:
-        """Answers have come to `length` tokens, by `tokens` more than before."""
-        for at in range(length - tokens + 1, length + 1):
-            self._exposure[self._bin(at)] += 1.0
+        """An answer has come to `length` tokens, by `tokens` more than before."""
+        model: LengthModel | None = self
+        while model is not None:
+            for at in range(length - tokens + 1, length + 1):
+                model._exposure[self._bins.of(at)] += 1.0
+            model = model._parent
 
     def ended(self, length: int) -> None:
         """An answer has ended of itself, with its `length`-th token (which has been told by `drawn`)."""
-        self._endings[self._bin(length)] += 1.0
+        if self._parent is not None:
+            self._parent.ended(length)
+        self._endings[self._bins.of(length)] += 1.0
         self.observed += 1
         # The curve is drawn anew for each of the first, and then now and then: it hardly changes by one.
         self._stale = self._stale or self.observed < 64 or self.observed % 16 == 0
@@ -67,78 +83,121 @@ class LengthModel:
             self._exposure = [value * keep for value in self._exposure]
             self._endings = [value * keep for value in self._endings]
 
-    def survival(self, generated: int, more: int) -> float:
-        """The chance that an answer of `generated` tokens goes on for more than `more` others. Careful."""
+    def log_survival(self) -> list[float]:
+        """Natural log of the careful chance that an answer has more tokens than STEP times the index."""
         self._refresh()
-        return exp(
-            min(0.0, self._at(self._log_survival, generated + more) - self._at(self._log_survival, generated))
-        )
+        return self._log_survival
 
-    def log_survival(self) -> tuple[list[float], int]:
-        """(log of the chance that an answer is longer than the index times the second value, the step in
-        tokens). For those who ask about many at once."""
-        self._refresh()
-        return self._table, _TABLE_STEP
+    def survival(self, generated: int, more: int) -> float:
+        """The careful chance that an answer of `generated` tokens goes on for more than `more` others."""
+        table = self.log_survival()
+        last = len(table) - 1
+        return exp(table[min((generated + more) // STEP, last)] - table[min(generated // STEP, last)])
 
     def mean_left(self, generated: int, most: int) -> float:
-        """Tokens that will follow, of at most `most`: the integral of survival, and at least 1."""
+        """Tokens that will follow, at least 1 and at most `most`: the integral of survival from here on."""
         if most <= 1:
             return 1.0
         self._refresh()
-        at_start = exp(self._at(self._log_middle, generated))
-        if at_start <= 0.0:
-            return float(most)
-        area = self._integral(generated + most) - self._integral(generated)
+        bins = self._bins
+        at_start = exp(bins.interpolate(self._log_middle, generated))
+        area = self._area_to(generated + most) - self._area_to(generated)
         return min(max(area / at_start, 1.0), float(most))
 
-    def _bin(self, length: int) -> int:
-        return self._bin_of[length] if length < len(self._bin_of) else len(self.edges) - 2
-
-    def _at(self, table: list[float], length: float) -> float:
-        """Linear within a bin: its hazard is constant."""
-        j = self._bin(int(length))
-        start, end = self.edges[j], self.edges[j + 1]
-        return table[j] + (table[j + 1] - table[j]) * min((length - start) / (end - start), 1.0)
-
-    def _integral(self, length: int) -> float:
-        """Of the middle survival from 0 to `length`."""
-        j = self._bin(length)
-        start = self.edges[j]
-        here, there = exp(self._log_middle[j]), exp(self._at(self._log_middle, length))
-        return self._beyond[j] + (length - start) * (here + there) / 2
+    def _area_to(self, length: int) -> float:
+        bins = self._bins
+        j = bins.of(length)
+        here, there = exp(self._log_middle[j]), exp(bins.interpolate(self._log_middle, length))
+        return self._area[j] + (length - bins.edges[j]) * (here + there) / 2
 
     def _refresh(self) -> None:
         if not self._stale:
             return
         self._stale = False
-        careful, middle, area = [0.0], [0.0], [0.0]
+        bins, parent = self._bins, self._parent
+        if parent is not None:
+            parent._refresh()
+        self._careful, self._middle = [], []
         for j, (exposure, endings) in enumerate(zip(self._exposure, self._endings, strict=True)):
-            width = self.edges[j + 1] - self.edges[j]
-            careful.append(careful[-1] - width * _rate(endings, exposure + _NEVER_ENDING * width))
-            imagined = _GENERAL_WEIGHT * exp(-self.edges[j] / _GENERAL_MEAN) * width
-            rate = _rate(endings + imagined / _GENERAL_MEAN, exposure + imagined)
-            middle.append(middle[-1] - width * rate)
-            area.append(area[-1] + width * (exp(middle[-2]) + exp(middle[-1])) / 2)
-        self._log_survival, self._log_middle, self._beyond = careful, middle, area
-        self._table = [
-            self._at(careful, index * _TABLE_STEP) for index in range(self.limit // _TABLE_STEP + 2)
+            width = bins.edges[j + 1] - bins.edges[j]
+            if parent is not None:
+                believed = _OF_PARENT * width
+                careful, middle = parent._careful[j] * believed, parent._middle[j] * believed
+                self._careful.append((endings + careful) / (exposure + believed))
+                self._middle.append((endings + middle) / (exposure + believed))
+            else:
+                general = _GENERAL_WEIGHT * exp(-bins.edges[j] / _GENERAL_MEAN) * width
+                self._careful.append(endings / (exposure + _NEVER_ENDING * width))
+                self._middle.append((endings + general / _GENERAL_MEAN) / max(exposure + general, 1e-9))
+        self._draw_curves()
+
+    def _draw_curves(self) -> None:
+        edges = self._bins.edges
+        careful, middle, area = [0.0], [0.0], [0.0]
+        for j, (low, high) in enumerate(zip(edges, edges[1:], strict=False)):
+            careful.append(careful[-1] - (high - low) * _per_token(self._careful[j]))
+            middle.append(middle[-1] - (high - low) * _per_token(self._middle[j]))
+            area.append(area[-1] + (high - low) * (exp(middle[-2]) + exp(middle[-1])) / 2)
+        self._log_middle, self._area = middle, area
+        self._log_survival = [
+            self._bins.interpolate(careful, token) for token in range(0, edges[-1], STEP)
         ]
 
 
-def _rate(endings: float, exposure: float) -> float:
-    """The constant hazard of a bin in which the share endings/exposure of all tokens was the last."""
-    if exposure <= 0.0:
-        return 0.0
-    return -log(max(1.0 - endings / exposure, 1e-9))
+class Lengths:
+    """The models of all classes, of answers up to `limit` tokens."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._bins = Bins(limit)
+        self.of_all = LengthModel(self._bins)
+        self._of_prompts: dict[int, LengthModel] = {}
+        self._of_tenants: OrderedDict[tuple[str, int], LengthModel] = OrderedDict()
+
+    def of(self, prompt_tokens: int, tenant: str = DEFAULT_TENANT) -> LengthModel:
+        """The model of the answers to such prompts; those of the tenants that came longest ago are forgotten
+        when there are too many."""
+        octave = int(_CLASSES_AN_OCTAVE * log2(max(prompt_tokens, 1)))
+        model = self._of_prompts.get(octave)
+        if model is None:
+            model = self._of_prompts[octave] = LengthModel(self._bins, self.of_all)
+        if tenant == DEFAULT_TENANT:
+            return model
+        key = tenant, octave
+        own = self._of_tenants.get(key)
+        if own is None:
+            own = self._of_tenants[key] = LengthModel(self._bins, model)
+            if len(self._of_tenants) > _MOST_CLASSES:
+                self._of_tenants.popitem(last=False)
+        else:
+            self._of_tenants.move_to_end(key)
+        return own
 
 
-def _edges(limit: int) -> list[int]:
-    edges = list(range(0, min(_NARROW_TO, limit + 1), 4))
-    while edges[-1] <= limit:
-        edges.append(max(edges[-1] + 4, int(edges[-1] * _GROWTH)))
-    return edges
+class Bins:
+    """Bin j holds the lengths edges[j] … edges[j + 1] - 1."""
+
+    def __init__(self, limit: int) -> None:
+        edges = list(range(0, min(_NARROW_TO, limit + 1), 4))
+        while edges[-1] <= limit + STEP:
+            edges.append(max(edges[-1] + 4, int(edges[-1] * _GROWTH)))
+        self.edges = edges
+        # A table is cheap up to any context, and lengths are asked for at every token.
+        self._of = [bisect_right(edges, token) - 1 for token in range(edges[-1])]
+
+    def __len__(self) -> int:
+        return len(self.edges) - 1
+
+    def of(self, length: int) -> int:
+        return self._of[length] if length < len(self._of) else len(self.edges) - 2
+
+    def interpolate(self, at_edges: list[float], length: int) -> float:
+        """The value at `length` of a line through the values at the edges."""
+        j = self.of(length)
+        start, end = self.edges[j], self.edges[j + 1]
+        return at_edges[j] + (at_edges[j + 1] - at_edges[j]) * min((length - start) / (end - start), 1.0)
 
 
-def _bins_by_token(edges: list[int]) -> list[int]:
-    """For the first tokens, which are asked for most, by table; it is cheap up to any context."""
-    return [bisect_right(edges, token) - 1 for token in range(edges[-1])]
+def _per_token(share: float) -> float:
+    """The constant hazard of a bin in which so large a share of the tokens was an answer's last."""
+    return -log(max(1.0 - share, 1e-9))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from math import exp, sqrt
 
 from model_runner.core.block_layout import BlockLayout
-from model_runner.core.lengths import LengthModel
+from model_runner.core.lengths import STEP, LengthModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,14 @@ class Running:
     generated: int
     max_tokens: int
     n: int
+    lengths: LengthModel
 
 
 class Outlook:
     """Sums over moments ahead, in blocks. Made from all who run; `add` one more costs the moments only."""
 
-    def __init__(self, layout: BlockLayout, lengths: LengthModel, longest: int) -> None:
+    def __init__(self, layout: BlockLayout, longest: int) -> None:
         self._layout = layout
-        self._lengths = lengths
         self._moments = _moments(longest)
         block_size = layout.block_size
         # What a single sequence holds, by its blocks' number: asked for very often.
@@ -67,9 +67,9 @@ class Outlook:
 
     def _share(self, one: Running) -> list[tuple[float, float]]:
         """(mean, variance) of what it holds, at each moment until it must have ended."""
-        table, step = self._lengths.log_survival()
+        table = one.lengths.log_survival()
         last = len(table) - 1
-        now = table[min(one.generated // step, last)]
+        now = table[min(one.generated // STEP, last)]
         left = one.max_tokens - one.generated
         tokens = one.prompt_tokens + one.generated
         block_size, held, n = self._layout.block_size, self._held, one.n
@@ -81,7 +81,7 @@ class Outlook:
             at = moment
             if moments[index + 1] >= left:
                 at = left - 1  # it ends before the next moment: at its largest
-            p = exp(table[min((one.generated + moment) // step, last)] - now)
+            p = exp(table[min((one.generated + moment) // STEP, last)] - now)
             if n == 1:
                 blocks = held[-(-(tokens + at) // block_size)]
             else:

@@ -13,8 +13,9 @@ from statistics import NormalDist
 from typing import Protocol
 
 from model_runner.core.block_layout import BlockLayout
-from model_runner.core.lengths import LengthModel
+from model_runner.core.lengths import Lengths
 from model_runner.core.outlook import Outlook, Running
+from model_runner.core.tenants import DEFAULT_TENANT
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class Part:
     sequences: int
     prompt_tokens: int
     max_tokens: int
+    tenant: str = DEFAULT_TENANT
 
 
 class Policy(Protocol):
@@ -51,6 +53,9 @@ class Policy(Protocol):
     def preempted(self, requests: int) -> None:
         """The line was reached, and so many had to give their blocks back."""
 
+    def mean_blocks(self, part: Part, generated_tokens: int) -> float:
+        """Blocks that it has had, in the mean over its life, when it ends after so many tokens."""
+
     def footprint(self, part: Part, generated_tokens: int) -> float:
         """Blocks that it takes up, in the mean over what is left of its life: what forecasts of waiting
         times count in."""
@@ -61,6 +66,9 @@ class Strict:
 
     def fits(self, parts: Iterable[Part], free_blocks: int) -> bool:
         return sum(part.blocks for part in parts) <= free_blocks
+
+    def mean_blocks(self, part: Part, generated_tokens: int) -> float:
+        return part.blocks
 
     def footprint(self, part: Part, generated_tokens: int) -> float:
         return part.blocks
@@ -112,13 +120,13 @@ class Predictive:
     grows = True
 
     def __init__(
-        self, layout: BlockLayout, lengths: LengthModel, *, num_blocks: int, overflow_risk: float
+        self, layout: BlockLayout, lengths: Lengths, *, num_blocks: int, overflow_risk: float
     ) -> None:
         self.lengths = lengths
         self.risk = OverflowRisk(overflow_risk)
         self.num_blocks = num_blocks
         self._layout = layout
-        self._outlook = Outlook(layout, lengths, lengths.limit)
+        self._outlook = Outlook(layout, lengths.limit)
         self._running: dict[str, Running] = {}
         self._stale = False
         self._tokens_since = 0  # that the outlook was made
@@ -133,10 +141,10 @@ class Predictive:
         if not self._running:
             return True  # alone it always fits: its price is no more than all blocks
         self._look_again()
-        return self._outlook.peak(self.risk.z, [_arriving(part) for part in parts]) <= self.num_blocks
+        return self._outlook.peak(self.risk.z, [self._arriving(part) for part in parts]) <= self.num_blocks
 
     def came_in(self, part: Part) -> None:
-        one = self._running[part.part_id] = _arriving(part)
+        one = self._running[part.part_id] = self._arriving(part)
         if not self._stale:
             self._outlook.add([one])
 
@@ -146,7 +154,11 @@ class Predictive:
         one = self._running.get(part_id)
         if one is not None and generated_tokens > one.generated:
             self._running[part_id] = Running(
-                one.prompt_tokens, generated_tokens, max(one.max_tokens, generated_tokens), one.n
+                one.prompt_tokens,
+                generated_tokens,
+                max(one.max_tokens, generated_tokens),
+                one.n,
+                one.lengths,
             )
             self._tokens_since += 1
 
@@ -162,8 +174,13 @@ class Predictive:
         for _ in range(requests):
             self.risk.preempted()
 
+    def mean_blocks(self, part: Part, generated_tokens: int) -> float:
+        half = max(generated_tokens // 2, 1)
+        return self._layout.request_blocks(part.prompt_tokens, half, part.sequences)
+
     def footprint(self, part: Part, generated_tokens: int) -> float:
-        left = self.lengths.mean_left(generated_tokens, part.max_tokens - generated_tokens)
+        lengths = self.lengths.of(part.prompt_tokens, part.tenant)
+        left = lengths.mean_left(generated_tokens, part.max_tokens - generated_tokens)
         return self._layout.request_blocks(
             part.prompt_tokens, max(round(generated_tokens + left / 2), 1), part.sequences
         )
@@ -175,6 +192,6 @@ class Predictive:
             self._outlook.add(self._running.values())
             self._stale = False
 
-
-def _arriving(part: Part) -> Running:
-    return Running(part.prompt_tokens, 0, part.max_tokens, part.sequences)
+    def _arriving(self, part: Part) -> Running:
+        lengths = self.lengths.of(part.prompt_tokens, part.tenant)
+        return Running(part.prompt_tokens, 0, part.max_tokens, part.sequences, lengths)

@@ -36,6 +36,9 @@ class _Rival:
 
     def preempted(self, requests: int) -> None: ...
 
+    def mean_blocks(self, part: Part, generated_tokens: int) -> float:
+        return self._blocks(part.prompt_tokens + generated_tokens // 2)
+
     def footprint(self, part: Part, generated_tokens: int) -> float:
         return self._blocks(part.prompt_tokens + generated_tokens)
 

@@ -30,7 +30,7 @@ def door(
         max_queue_seconds=max_queue_seconds,
         pace=Pace(STEP_SECONDS, PREFILL_RATE),
     )
-    assert controller.open() == []
+    assert controller.open(0) == []
     return controller
 
 
@@ -60,7 +60,7 @@ def test_nothing_overtakes_the_head_of_the_queue() -> None:
     controller.decide(first, 0)
     assert isinstance(controller.decide(large, 0), Queued)
     assert isinstance(controller.decide(small, 0), Queued), "it would fit, but it is not its turn"
-    assert controller.release([first.parts[0].part_id]) == [large, small]
+    assert controller.release([first.parts[0].part_id], 0) == [large, small]
 
 
 def test_parts_come_in_together_and_leave_one_by_one() -> None:
@@ -69,8 +69,8 @@ def test_parts_come_in_together_and_leave_one_by_one() -> None:
     controller.decide(pair, 0)
     controller.decide(next_one, 0)
     assert controller.reserved_sequences == 2
-    assert controller.release([pair.parts[1].part_id]) == [next_one]
-    assert controller.release([pair.parts[0].part_id]) == []
+    assert controller.release([pair.parts[1].part_id], 0) == [next_one]
+    assert controller.release([pair.parts[0].part_id], 0) == []
     assert controller.reservations() == {next_one.parts[0].part_id: 4}
 
 
@@ -79,7 +79,7 @@ def test_places_in_the_batch_are_a_second_resource() -> None:
     first, second = ask(1, sequences=3), ask(1, sequences=2)
     assert controller.decide(first, 0) == Admitted()
     assert isinstance(controller.decide(second, 0), Queued)
-    assert controller.release([first.parts[0].part_id]) == [second]
+    assert controller.release([first.parts[0].part_id], 0) == [second]
 
 
 def test_more_sequences_than_places_take_them_all() -> None:
@@ -88,8 +88,8 @@ def test_more_sequences_than_places_take_them_all() -> None:
     assert controller.decide(crowd, 0) == Admitted()
     assert controller.reserved_sequences == 4
     assert isinstance(controller.decide(other, 0), Queued)
-    assert controller.release([crowd.parts[0].part_id]) == [], "four sequences are left for four places"
-    assert controller.release([crowd.parts[1].part_id]) == [other]
+    assert controller.release([crowd.parts[0].part_id], 0) == [], "four sequences are left for four places"
+    assert controller.release([crowd.parts[1].part_id], 0) == [other]
 
 
 def test_the_queue_is_bounded_in_requests() -> None:
@@ -131,8 +131,8 @@ def test_leaving_the_queue_opens_the_way() -> None:
     large, small = ask(9), ask(3)
     controller.decide(large, 0)
     controller.decide(small, 0)
-    assert controller.cancel(large.ask_id) == [small]
-    assert controller.cancel(large.ask_id) == []
+    assert controller.cancel(large.ask_id, 0) == [small]
+    assert controller.cancel(large.ask_id, 0) == []
 
 
 def test_a_dead_engine_takes_all_reservations_and_the_requeued_come_first() -> None:
@@ -145,12 +145,12 @@ def test_a_dead_engine_takes_all_reservations_and_the_requeued_come_first() -> N
     controller.requeue([first, second], 1.5)
     assert isinstance(controller.decide(ask(1), 1.5), Queued), "the engine is gone"
     assert controller.expire(2.1)[0] == [third], "what was let in once has a new deadline"
-    assert controller.open() == [first, second]
+    assert controller.open(0) == [first, second]
 
 
 def test_a_release_of_what_is_not_reserved_is_an_error() -> None:
     with pytest.raises(KeyError):
-        door().release(["nobody"])
+        door().release(["nobody"], 0)
 
 
 def test_progress_shortens_the_forecast() -> None:
@@ -259,7 +259,7 @@ def test_a_judgement_is_what_the_decision_then_is_and_leaves_no_trace(
     def books() -> tuple[object, ...]:
         return (
             controller.reservations(),
-            controller.queued_ask_ids(),
+            controller.queued_ask_ids(0),
             controller.queued_blocks,
             controller.reserved_sequences,
         )
@@ -273,10 +273,10 @@ def test_a_judgement_is_what_the_decision_then_is_and_leaves_no_trace(
             assert controller.judge(asked, now) == judged
             assert controller.decide(asked, now) == judged
         elif what == "release":
-            controller.release(list(controller.reservations())[:1])
+            controller.release(list(controller.reservations())[:1], 0)
         elif what == "close":
             controller.close()
-            controller.open()
+            controller.open(0)
         else:
             now += amount
             controller.expire(now)

@@ -90,7 +90,7 @@ def test_a_quote_is_kept(
         assert quote.error is None
         assert sum(price.blocks for price in quote.prices) * dispatcher.layout.block_bytes == outcome
         assert isinstance(quote.decision, Admitted) == (
-            dispatcher.admission.queued_ask_ids()[-1:] != [last(dispatcher)]
+            dispatcher.admission.queued_ask_ids(0)[-1:] != [last(dispatcher)]
         )
 
 

@@ -347,7 +347,7 @@ class TwoProcesses(RuleBasedStateMachine):
 
     @invariant()
     def the_queue_is_bounded_and_its_head_can_run(self) -> None:
-        queued = self.admission.queued_ask_ids()
+        queued = self.admission.queued_ask_ids(self.now)
         again = sum(client.request.deaths > 0 for client in self.clients)
         assert len(queued) <= MAX_QUEUE_REQUESTS + again
         waiting = [c.request for c in self.clients if not c.request.ended and not c.request.running]
