@@ -70,7 +70,7 @@ class Rejected:
 
 Decision: TypeAlias = Admitted | Queued | Rejected
 
-_CANDIDATES = 16  # looked at, each time, for one that fits
+_CANDIDATES = 8  # looked at, each time, for one that fits
 _MANY = 64  # requests that run or wait
 _FRESH_STEPS = 4  # so long a forecast for many is good enough
 
@@ -372,21 +372,24 @@ class AdmissionController:
         return forecast
 
     def _make_forecast(self, now: float) -> Forecast:
+        footprints = {
+            part_id: self.policy.footprint(reservation.part, reservation.generated_tokens)
+            for part_id, reservation in self._reservations.items()
+        }
         forecast = Forecast(
             self.pace,
             now=now,
-            # A policy that looks ahead has found the house full when anybody asks how long it will take.
-            free_blocks=0 if self.policy.grows else self.free_blocks,
+            free_blocks=self.policy.free_for_forecast(sum(footprints.values()), self.free_blocks),
             free_sequences=self.max_num_seqs - self._reserved_sequences,
         )
         places_left = {ask_id: self._places(left) for ask_id, left in self._sequences.items()}
-        for reservation in self._reservations.values():
+        for part_id, reservation in self._reservations.items():
             part, generated, ending = reservation.part, reservation.generated_tokens, reservation.ending
             ask_id = reservation.ask.ask_id
             places = min(part.sequences, places_left[ask_id])
             places_left[ask_id] -= places
             forecast.running(
-                blocks=self.policy.footprint(part, generated),
+                blocks=footprints[part_id],
                 sequences=places,
                 prompt_tokens_left=0 if generated or ending else part.prompt_tokens,
                 tokens_left=1 if ending else self._tokens_left(part, generated),

@@ -134,8 +134,7 @@ class Growth:
             if victim is None:
                 assert not stuck, "nobody can run and nobody can be preempted"
                 break
-            cost = victim.num_computed_tokens + victim.generated_tokens
-            if self._patient and not stuck and self._tokens_lost < cost:
+            if self._patient and not stuck and self._tokens_lost < _cost(victim):
                 break
             preempt(victim)
             holders.remove(victim)
@@ -172,11 +171,21 @@ class Growth:
         return int(_BLOCKS_FOR_EACH_BEFORE * sequences * len(self.layout.groups)) if self._patient else 0
 
     def _victim(self, holders: Sequence[Request]) -> Request | None:
-        """The newest that may be preempted. Never the most senior: it would give its blocks to itself."""
-        for request in reversed(holders[1:]):
-            if request.generated_tokens >= request.protected_until:
-                return request
-        return None
+        """Whose preemption costs least, of the newer half of those of the lowest priority; when none of them
+        may be preempted, the newest that may. Never the most senior: it would give its blocks to itself.
+
+        It must give back enough for a while, or the next would follow at once.
+        """
+        able = [r for r in holders[1:] if r.generated_tokens >= r.protected_until]
+        if not able:
+            return None
+        if not self._patient:
+            return able[-1]
+        lowest = able[-1].seniority[0]
+        newer = [request for request in able[len(able) // 2 :] if request.seniority[0] == lowest]
+        enough = len(holders) * len(self.layout.groups) // 4
+        ample = [request for request in newer if request.lease.held >= enough]
+        return min(ample, key=_cost, default=able[-1])
 
     def _next_blocks(self, request: Request) -> int:
         """What it must be granted to write one more token of every live choice."""
@@ -212,6 +221,11 @@ def can_all_finish(free_blocks: int, claims: Iterable[tuple[int, int]]) -> bool:
             return False
         free_blocks += held
     return True
+
+
+def _cost(request: Request) -> int:
+    """Tokens that must be computed again if it is preempted."""
+    return request.num_computed_tokens + request.generated_tokens
 
 
 def _seniority(request: Request) -> tuple[int, int]:

@@ -13,8 +13,8 @@ of several. Each believes what it has seen itself, and as much as a few answers'
 What was long ago counts less, by halves; and so that few observations are not believed too much, there are
 two ways to ask:
 
-- `log_survival` is careful: as if an answer more had come by and never ended. It goes towards 0 (nobody ends
-  before max_tokens, which is what strict admission assumes) where nothing has been seen.
+- `log_survival` is careful: as if an answer more had come by and went on. It goes towards 0 (nobody ends
+  before max_tokens, which is what strict admission assumes) while nothing has been seen.
 - `mean_left` is a guess at the middle: where nothing has been seen, of the lengths that chats have.
 
 Source: E. L. Kaplan and P. Meier, "Nonparametric Estimation from Incomplete Observations" (1958); with
@@ -34,6 +34,8 @@ STEP = 8  # tokens between two entries of `log_survival`
 _NARROW_TO = 32  # tokens; bins are 4 wide up to here,
 _GROWTH = 1.08  # and then grow by this
 _NEVER_ENDING = 1.0  # so many imagined answers run through every bin
+_TAIL = 2.0  # past all that was seen, answers are taken to grow rare like a power law with this exponent,
+_SPEAKS_OF_A_TAIL = 8  # half as fast while only so many have been seen, and not at all before the first
 _OF_PARENT = 2.0  # a class believes its parent as much as so many answers of its own
 _HALF_LIFE = 1000  # endings after which an observation counts half
 _GENERAL_MEAN = 256.0  # tokens of an answer, where nothing is known,
@@ -118,6 +120,7 @@ class LengthModel:
         if parent is not None:
             parent._refresh()
         self._careful, self._middle = [], []
+        tail = _TAIL * self.observed / (self.observed + _SPEAKS_OF_A_TAIL)
         for j, (exposure, endings) in enumerate(zip(self._exposure, self._endings, strict=True)):
             width = bins.edges[j + 1] - bins.edges[j]
             if parent is not None:
@@ -127,7 +130,9 @@ class LengthModel:
                 self._middle.append((endings + middle) / (exposure + believed))
             else:
                 general = _GENERAL_WEIGHT * exp(-bins.edges[j] / _GENERAL_MEAN) * width
-                self._careful.append(endings / (exposure + _NEVER_ENDING * width))
+                imagined = _NEVER_ENDING * width
+                thinning = tail / (bins.edges[j] + width)
+                self._careful.append((endings + imagined * thinning) / (exposure + imagined))
                 self._middle.append((endings + general / _GENERAL_MEAN) / max(exposure + general, 1e-9))
         self._draw_curves()
 
@@ -139,9 +144,11 @@ class LengthModel:
             middle.append(middle[-1] - (high - low) * _per_token(self._middle[j]))
             area.append(area[-1] + (high - low) * (exp(middle[-2]) + exp(middle[-1])) / 2)
         self._log_middle, self._area = middle, area
-        self._log_survival = [
-            self._bins.interpolate(careful, token) for token in range(0, edges[-1], STEP)
-        ]
+        table: list[float] = []
+        for j, (low, high) in enumerate(zip(edges, edges[1:], strict=False)):
+            slope = (careful[j + 1] - careful[j]) / (high - low)
+            table += [careful[j] + slope * (at - low) for at in range(len(table) * STEP, high, STEP)]
+        self._log_survival = table
 
 
 class Lengths:

@@ -12,6 +12,7 @@ all moments: short answers have given their blocks back before long ones need th
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import exp, sqrt
@@ -75,13 +76,13 @@ class Outlook:
         block_size, held, n = self._layout.block_size, self._held, one.n
         shares = []
         moments = self._moments
-        for index, moment in enumerate(moments):
-            if moment >= left:
-                break
-            at = moment
-            if moments[index + 1] >= left:
-                at = left - 1  # it ends before the next moment: at its largest
-            p = exp(table[min((one.generated + moment) // STEP, last)] - now)
+        end = bisect_left(moments, left)  # it has ended by this one
+        for index in range(end):
+            moment = at = moments[index]
+            if index == end - 1:
+                at = left - 1  # at its largest
+            position = (one.generated + moment) // STEP
+            p = exp(table[position if position < last else last] - now)
             if n == 1:
                 blocks = held[-(-(tokens + at) // block_size)]
             else:

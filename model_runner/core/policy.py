@@ -7,7 +7,7 @@ Predictive  it is let in while the peak of the cache in time to come stays under
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Protocol
@@ -35,8 +35,11 @@ class Policy(Protocol):
 
     grows: bool  # the engine grants blocks as requests grow; else their price is reserved when they come in
 
-    def fits(self, parts: Iterable[Part], free_blocks: int) -> bool:
+    def fits(self, parts: Sequence[Part], free_blocks: int) -> bool:
         """Whether all of them may come in now. `free_blocks` are neither reserved nor granted."""
+
+    def free_for_forecast(self, footprints: float, free_blocks: int) -> float:
+        return free_blocks
 
     def came_in(self, part: Part) -> None: ...
 
@@ -49,6 +52,10 @@ class Policy(Protocol):
         """Nobody wants more of it: the engine gives its blocks back in its next step."""
 
     def left(self, part_id: str) -> None: ...
+
+    def free_for_forecast(self, footprints: float, free_blocks: int) -> float:
+        """Blocks, in footprints, that forecasts of waiting times may hand out at once, where those who are in
+        have these `footprints`."""
 
     def preempted(self, requests: int) -> None:
         """The line was reached, and so many had to give their blocks back."""
@@ -64,7 +71,7 @@ class Policy(Protocol):
 class Strict:
     grows = False
 
-    def fits(self, parts: Iterable[Part], free_blocks: int) -> bool:
+    def fits(self, parts: Sequence[Part], free_blocks: int) -> bool:
         return sum(part.blocks for part in parts) <= free_blocks
 
     def mean_blocks(self, part: Part, generated_tokens: int) -> float:
@@ -72,6 +79,9 @@ class Strict:
 
     def footprint(self, part: Part, generated_tokens: int) -> float:
         return part.blocks
+
+    def free_for_forecast(self, footprints: float, free_blocks: int) -> float:
+        return free_blocks
 
     def came_in(self, part: Part) -> None: ...
 
@@ -86,6 +96,7 @@ class Strict:
     def preempted(self, requests: int) -> None: ...
 
 
+_FULL = 0.9  # footprints of a full house, in the mean: the rest is the distance kept from the line
 _FRESH_TOKENS = 4  # so many steps an outlook stays good enough while nobody leaves
 
 
@@ -101,13 +112,14 @@ class OverflowRisk:
     Source: H. Robbins and S. Monro, "A Stochastic Approximation Method" (1951), for a quantile.
     """
 
-    _STEP = 0.5  # deviations for one preemption
+    _STEP = 0.25  # deviations for one preemption
+    _CROSSINGS = 20  # of the line, for one that leads to a preemption: the others pass while some are held
     _LEAST, _MOST = 0.25, 6.0
 
     def __init__(self, share: float) -> None:
         """`share` lies between 0 and 1, both excluded."""
         self.share = share
-        self.z = NormalDist().inv_cdf(1.0 - share)
+        self.z = NormalDist().inv_cdf(1.0 - min(self._CROSSINGS * share, 0.4))
 
     def preempted(self) -> None:
         self.z = min(self.z + self._STEP * (1.0 - self.share), self._MOST)
@@ -130,6 +142,7 @@ class Predictive:
         self._running: dict[str, Running] = {}
         self._stale = False
         self._tokens_since = 0  # that the outlook was made
+        self._refused: set[str] = set()  # parts that don't fit this outlook
 
     @property
     def predicted_peak_blocks(self) -> float:
@@ -137,11 +150,18 @@ class Predictive:
         self._look_again()
         return self._outlook.peak(self.risk.z)
 
-    def fits(self, parts: Iterable[Part], free_blocks: int) -> bool:
+    def fits(self, parts: Sequence[Part], free_blocks: int) -> bool:
         if not self._running:
             return True  # alone it always fits: its price is no more than all blocks
         self._look_again()
-        return self._outlook.peak(self.risk.z, [self._arriving(part) for part in parts]) <= self.num_blocks
+        first = parts[0].part_id
+        if first in self._refused:
+            return False
+        peak = self._outlook.peak(self.risk.z, [self._arriving(part) for part in parts])
+        if peak > self.num_blocks:
+            self._refused.add(first)
+            return False
+        return True
 
     def came_in(self, part: Part) -> None:
         one = self._running[part.part_id] = self._arriving(part)
@@ -185,9 +205,13 @@ class Predictive:
             part.prompt_tokens, max(round(generated_tokens + left / 2), 1), part.sequences
         )
 
+    def free_for_forecast(self, footprints: float, free_blocks: int) -> float:
+        return max(_FULL * self.num_blocks - footprints, 0.0)
+
     def _look_again(self) -> None:
         if self._stale or self._tokens_since > _FRESH_TOKENS * len(self._running):
             self._tokens_since = 0
+            self._refused.clear()
             self._outlook.clear()
             self._outlook.add(self._running.values())
             self._stale = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -39,6 +39,9 @@ class _Rival:
     def mean_blocks(self, part: Part, generated_tokens: int) -> float:
         return self._blocks(part.prompt_tokens + generated_tokens // 2)
 
+    def free_for_forecast(self, footprints: float, free_blocks: int) -> float:
+        return max(self._num_blocks - footprints, 0.0)
+
     def footprint(self, part: Part, generated_tokens: int) -> float:
         return self._blocks(part.prompt_tokens + generated_tokens)
 
@@ -53,7 +56,7 @@ class Greedy(_Rival):
         super().__init__(num_blocks, block_size, groups)
         self._pending: dict[str, int] = {}  # let in, and granted nothing yet
 
-    def fits(self, parts: Iterable[Part], free_blocks: int) -> bool:
+    def fits(self, parts: Sequence[Part], free_blocks: int) -> bool:
         wanted = sum(self._blocks(part.prompt_tokens) for part in parts)
         return wanted + sum(self._pending.values()) <= free_blocks
 
@@ -82,7 +85,7 @@ class Oracle(_Rival):
         super().__init__(num_blocks, block_size, groups)
         self._lengths = lengths
 
-    def fits(self, parts: Iterable[Part], free_blocks: int) -> bool:
+    def fits(self, parts: Sequence[Part], free_blocks: int) -> bool:
         rows = [*self._running.values(), *((part, 0) for part in parts)]
         held = np.array([part.prompt_tokens + generated for part, generated in rows])
         left = np.array([self._length(part) - generated for part, generated in rows])
