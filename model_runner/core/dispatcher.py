@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterable
 from msgspec.structs import replace
 
 from model_runner.core import refusals
-from model_runner.core.admission import AdmissionController, Admitted, Ask, Rejected
+from model_runner.core.admission import AdmissionController, Admitted, Rejected
 from model_runner.core.block_layout import BlockLayout
+from model_runner.core.ledger import Ask
 from model_runner.core.live_request import Listener, LiveChoice, LiveRequest, Submission
 from model_runner.core.policy import Part
 from model_runner.core.quotes import Quote, largest_that_fit, price_by_group
@@ -109,6 +110,8 @@ class Dispatcher:
         if choice.finish_reason is None:
             self._send(Abort(request.ask.parts[prompt_index].part_id, choice_index))
             request.unfinished -= 1
+        if choice.finish_reason is not FinishReason.STOP:
+            self.admission.ended(request.ask.parts[prompt_index], tokens)
         choice.finish_reason = FinishReason.STOP
         choice.generated_tokens = tokens
         if request.ended:  # in its last tokens: its bytes are on their way back, and its Ending will say so
@@ -216,10 +219,18 @@ class Dispatcher:
                 sequences=params.n,
                 prompt_tokens=len(prompt),
                 max_tokens=params.max_tokens,
+                tenant=submission.tenant,
             )
             for index, prompt in enumerate(submission.prompts)
         )
-        return Ask(ask_id, parts)
+        timeout = submission.timeout_seconds
+        return Ask(
+            ask_id,
+            parts,
+            tenant=submission.tenant,
+            priority=submission.priority,
+            timeout_seconds=float("inf") if timeout is None else timeout,
+        )
 
     def _refusal(self, rejected: Rejected, ask: Ask, submission: Submission) -> PlimsollError:
         if rejected.reason is Reason.KV_CACHE_BUDGET_EXCEEDED:
@@ -246,6 +257,7 @@ class Dispatcher:
                         request_id=part.part_id,
                         prompt_token_ids=request.submission.prompts[index],
                         params=request.submission.params,
+                        priority=ask.priority,
                         reserved_blocks=0 if self.admission.policy.grows else part.blocks,
                     )
                 )
@@ -271,7 +283,7 @@ class Dispatcher:
             choice.generated_tokens += generated_tokens
             self.admission.progress(output.request_id, choice.generated_tokens, generated_tokens)
         if output.finish_reason is FinishReason.STOP:
-            self.admission.ended(output.request_id, choice.generated_tokens)
+            self.admission.ended(request.ask.parts[prompt_index], choice.generated_tokens)
         if output.finish_reason is not None:
             choice.finish_reason = output.finish_reason
             request.unfinished -= 1

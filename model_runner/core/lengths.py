@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
+from itertools import pairwise
 from math import exp, log, log2
 
 from model_runner.core.tenants import DEFAULT_TENANT
@@ -139,13 +140,13 @@ class LengthModel:
     def _draw_curves(self) -> None:
         edges = self._bins.edges
         careful, middle, area = [0.0], [0.0], [0.0]
-        for j, (low, high) in enumerate(zip(edges, edges[1:], strict=False)):
+        for j, (low, high) in enumerate(pairwise(edges)):
             careful.append(careful[-1] - (high - low) * _per_token(self._careful[j]))
             middle.append(middle[-1] - (high - low) * _per_token(self._middle[j]))
             area.append(area[-1] + (high - low) * (exp(middle[-2]) + exp(middle[-1])) / 2)
         self._log_middle, self._area = middle, area
         table: list[float] = []
-        for j, (low, high) in enumerate(zip(edges, edges[1:], strict=False)):
+        for j, (low, high) in enumerate(pairwise(edges)):
             slope = (careful[j + 1] - careful[j]) / (high - low)
             table += [careful[j] + slope * (at - low) for at in range(len(table) * STEP, high, STEP)]
         self._log_survival = table

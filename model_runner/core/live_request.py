@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from model_runner.core.admission import Ask
+from model_runner.core.ledger import Ask
 from model_runner.core.tenants import DEFAULT_TENANT
 from model_runner.errors import PlimsollError
 from model_runner.types import ChoiceOutput, Ending, FinishReason, SamplingParams

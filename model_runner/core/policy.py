@@ -38,9 +38,6 @@ class Policy(Protocol):
     def fits(self, parts: Sequence[Part], free_blocks: int) -> bool:
         """Whether all of them may come in now. `free_blocks` are neither reserved nor granted."""
 
-    def free_for_forecast(self, footprints: float, free_blocks: int) -> float:
-        return free_blocks
-
     def came_in(self, part: Part) -> None: ...
 
     def granted(self, part_id: str, blocks: int) -> None: ...
@@ -113,7 +110,7 @@ class OverflowRisk:
     """
 
     _STEP = 0.25  # deviations for one preemption
-    _CROSSINGS = 20  # of the line, for one that leads to a preemption: the others pass while some are held
+    _CROSSINGS = 30  # of the line, for one that leads to a preemption: the others pass while some are held
     _LEAST, _MOST = 0.25, 6.0
 
     def __init__(self, share: float) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from model_runner.core.admission import AdmissionController, Ask, Decision
+from model_runner.core.admission import AdmissionController, Decision
 from model_runner.core.block_layout import BlockGroup, BlockLayout
+from model_runner.core.ledger import Ask
 from model_runner.core.refusals import largest_max_tokens
 from model_runner.errors import PlimsollError
 

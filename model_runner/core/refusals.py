@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from model_runner.core.admission import AdmissionController, Ask, Rejected
+from model_runner.core.admission import AdmissionController, Rejected
 from model_runner.core.block_layout import BlockLayout
+from model_runner.core.ledger import Ask
 from model_runner.errors import (
     KVCacheBudgetExceeded,
     LoadError,

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model_runner.core.admission import AdmissionController, Admitted, Ask, Queued, Rejected
+from model_runner.core.admission import AdmissionController, Admitted, Queued, Rejected
 from model_runner.core.forecast import Forecast
+from model_runner.core.ledger import Ask
 from model_runner.core.pace import Pace
 from model_runner.core.policy import Part
 from model_runner.errors import Reason

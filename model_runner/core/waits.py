@@ -1,0 +1,101 @@
+"""How long one more request would wait: what runs, and then the queue, played forward (forecast.py).
+
+Made anew when something has changed; with many in the house, at most once in a few steps, so that a crowd's
+arrivals cost a walk each and not a replay of the whole queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from model_runner.core.forecast import Forecast
+from model_runner.core.ledger import Ask, Ledger
+from model_runner.core.lengths import Lengths
+from model_runner.core.pace import Pace
+from model_runner.core.policy import Part, Policy
+
+_MANY = 64  # requests that run or wait
+_FRESH_STEPS = 4  # so long a forecast for many is good enough
+
+
+class Waits:
+    """`pace` may be replaced. Without `lengths` everyone is taken to run to max_tokens."""
+
+    def __init__(self, ledger: Ledger, policy: Policy, pace: Pace, lengths: Lengths | None) -> None:
+        self.pace = pace
+        self._ledger = ledger
+        self._policy = policy
+        self._lengths = lengths
+        self._forecast: Forecast | None = None  # at the queue's tail
+        self._made_at = 0.0
+        self._outdated = False
+
+    def changed(self) -> None:
+        """Something that forecasts depend on has."""
+        self._outdated = True
+
+    def forget(self) -> None:
+        """So much has changed that nothing foreseen before is of any use."""
+        self._forecast = None
+
+    def joined(self, ask: Ask) -> None:
+        """It is the queue's last now."""
+        if self._forecast is not None:
+            self._foresee(self._forecast, ask)
+
+    def predict(
+        self, ask: Ask, queue: Iterable[Ask], num_waiting: int, free_blocks: int, now: float
+    ) -> float:
+        """Seconds until there would be room for `ask` behind all of the `queue`."""
+        many = num_waiting + len(self._ledger.reservations) > _MANY
+        fresh = many and now - self._made_at <= _FRESH_STEPS * self.pace.decode_seconds(1)
+        if self._forecast is None or (self._outdated and not fresh):
+            self._forecast = self._make(queue, free_blocks, now)
+            self._made_at, self._outdated = now, False
+        footprint = sum(self._policy.footprint(part, 0) for part in ask.parts)
+        places = self._ledger.places(ask.sequences)
+        return max(0.0, self._forecast.room_at(footprint, places) - now)
+
+    def tokens_left(self, part: Part, generated: int) -> float:
+        """Of a part whose longest choice has come so far."""
+        left = max(part.max_tokens - generated, 1)
+        if self._lengths is None:
+            return left
+        return self._lengths.of(part.prompt_tokens, part.tenant).mean_left(generated, left)
+
+    def _make(self, queue: Iterable[Ask], free_blocks: int, now: float) -> Forecast:
+        running = list(self._ledger.with_places())
+        footprints = [self._policy.footprint(one.part, one.generated_tokens) for one, _ in running]
+        forecast = Forecast(
+            self.pace,
+            now=now,
+            free_blocks=self._policy.free_for_forecast(sum(footprints), free_blocks),
+            free_sequences=self._ledger.max_num_seqs - self._ledger.reserved_places,
+        )
+        for (one, places), footprint in zip(running, footprints, strict=True):
+            generated = one.generated_tokens
+            forecast.running(
+                blocks=footprint,
+                sequences=places,
+                prompt_tokens_left=0 if generated or one.ending else one.part.prompt_tokens,
+                tokens_left=1 if one.ending else self.tokens_left(one.part, generated),
+                since=now,
+            )
+        for ask in queue:
+            self._foresee(forecast, ask)
+        return forecast
+
+    def _foresee(self, forecast: Forecast, ask: Ask) -> None:
+        places_left = self._ledger.places(ask.sequences)
+        footprints = [self._policy.footprint(part, 0) for part in ask.parts]
+        since = forecast.let_in(sum(footprints), places_left)
+        for part, footprint in zip(ask.parts, footprints, strict=True):
+            places = min(part.sequences, places_left)
+            places_left -= places
+            forecast.running(
+                blocks=footprint,
+                sequences=places,
+                prompt_tokens_left=part.prompt_tokens,
+                tokens_left=self.tokens_left(part, 0),
+                since=since,
+            )
