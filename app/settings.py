@@ -25,8 +25,8 @@ from app.values import (
     number,
     text,
 )
-from model_runner.async_engine import DoorPolicy
 from model_runner.config import EngineConfig
+from model_runner.door import DoorPolicy
 from model_runner.model_files import DEFAULT_MODEL_NAME, default_name
 
 _MODEL = "the model"
@@ -168,6 +168,24 @@ class Settings:
         help="Most tokens in one step. Longer prompts are read in chunks between the others' tokens: lower "
         "keeps the others' pace steadier, higher reads prompts sooner.",
         known_as=("--max-batch-prefill-tokens", "--chunked-prefill-size", "--batch-size", "-b"),
+    )
+    admission: str = option(
+        "predictive",
+        group=_DOOR,
+        metavar="MODE",
+        parse=choice("predictive", "strict"),
+        help="predictive: requests are let in while the foreseen peak of the cache stays under the budget; "
+        "how long answers are is learned. Where more is wanted than was foreseen, the newest pause, and a "
+        "few are computed again. strict: each has its whole max_tokens reserved; nothing ever pauses, and far "
+        "fewer run at once.",
+    )
+    overflow_risk: float = option(
+        0.004,
+        group=_DOOR,
+        metavar="SHARE",
+        parse=number(0.0001, 0.5),
+        help="Of predictive admission: the share of requests that may have to be computed again, in the long "
+        "run. Higher lets more in at once.",
     )
     max_queue_requests: int = option(
         1024,
@@ -347,6 +365,7 @@ class Settings:
             gpu_memory_utilization=self.gpu_memory_utilization,
             max_model_len=None if isinstance(self.max_model_len, str) else self.max_model_len,
             max_model_len_auto=auto,
+            grows=self.admission == "predictive",
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             num_threads=self.num_threads,
@@ -355,6 +374,9 @@ class Settings:
 
     def door_policy(self) -> DoorPolicy:
         return DoorPolicy(
+            predictive=self.admission == "predictive",
+            overflow_risk=self.overflow_risk,
+            tenants=tuple(tenant.policy for tenant in self.tenants),
             max_queue_requests=self.max_queue_requests,
             max_queue_seconds=self.max_queue_seconds,
             engine_step_timeout=self.engine_step_timeout,

@@ -14,12 +14,12 @@ from enum import StrEnum
 import msgspec
 
 from model_runner.config import EngineConfig
-from model_runner.core.admission import AdmissionController
 from model_runner.core.dispatcher import Dispatcher
 from model_runner.core.live_request import Submission
 from model_runner.core.pace import Pace
 from model_runner.core.quotes import Quote
 from model_runner.core.refusals import price_blocks
+from model_runner.door import DoorPolicy, make_door
 from model_runner.errors import (
     Draining,
     EngineRestarting,
@@ -36,7 +36,6 @@ from model_runner.types import EngineObserver
 
 __all__ = [
     "AsyncEngine",
-    "DoorPolicy",
     "EngineState",
     "EngineStats",
     "RequestStream",
@@ -60,18 +59,6 @@ class EngineState(StrEnum):
     DRAINING = "draining"
     STOPPED = "stopped"
     FAILED = "failed"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DoorPolicy:
-    """How the door and the supervisor behave. Times are seconds."""
-
-    max_queue_requests: int = 1000
-    max_queue_seconds: float = 60.0
-    engine_step_timeout: float = 60.0
-    engine_start_timeout: float = 900.0  # of silence while it starts; 0.0 is none
-    first_back_off_seconds: float = 0.5
-    most_back_off_seconds: float = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,7 +264,7 @@ class AsyncEngine:
 
     @property
     def engine_has_work(self) -> bool:
-        return self._dispatcher is not None and self._dispatcher.admission.reserved_blocks > 0
+        return self._dispatcher is not None and self._dispatcher.admission.reserved_sequences > 0
 
     def received(self, message: FromEngine) -> None:
         if isinstance(message, Loading):
@@ -303,7 +290,8 @@ class AsyncEngine:
     def _plan(self, model: ModelInfo) -> None:
         if self._model is None:
             self._model = model
-            self._dispatcher = self._new_dispatcher(model)
+            admission = make_door(model, self._policy, max_num_seqs=self._max_num_seqs)
+            self._dispatcher = Dispatcher(model.layout, admission, self._observer, self._send)
             # What was decided once stays: what waits in the queue was priced by it.
             self._supervisor.config = msgspec.structs.replace(
                 self._supervisor.config,
@@ -316,18 +304,6 @@ class AsyncEngine:
             raise EngineMisbehaved("it came with another price list or budget than the one before it")
         else:
             self._model = model  # what was foreseen of it has been measured
-
-    def _new_dispatcher(self, model: ModelInfo) -> Dispatcher:
-        admission = AdmissionController(
-            num_blocks=model.num_blocks,
-            max_num_seqs=self._max_num_seqs,
-            max_queue_requests=self._policy.max_queue_requests,
-            max_queue_seconds=self._policy.max_queue_seconds,
-            pace=Pace(
-                decode_step_seconds=0.1, prefill_tokens_per_second=1000.0
-            ),  # replaced before it is used
-        )
-        return Dispatcher(model.layout, admission, self._observer, self._send)
 
     def _serve(self, ready: Ready) -> None:
         assert self._dispatcher is not None

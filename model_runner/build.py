@@ -105,6 +105,7 @@ def build_engine(
         max_num_batched_tokens=config.max_num_batched_tokens,
         eos_token_ids=info.eos_token_ids,
         max_model_len=plan.max_model_len,
+        grows=config.grows,
     )
     return BuiltEngine(core=core, model=info, execution=execution.description, **measured)
 

@@ -22,6 +22,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     gpu_memory_utilization: float = 0.9
     max_model_len: int | None = None  # None: the model's own context
     max_model_len_auto: bool = False  # choose the largest that fits instead of failing
+    grows: bool = False  # requests are granted blocks as they grow, not their lifetime's from the start
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 512
     num_threads: int | None = None

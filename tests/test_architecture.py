@@ -56,6 +56,7 @@ FLOORS: list[tuple[str, int]] = [
     ("model_runner.engine_process", 56),
     ("model_runner.async_engine", 56),
     ("model_runner.request_stream", 54),
+    ("model_runner.door", 54),
     ("model_runner.supervisor", 54),
     ("model_runner.tokenizer", 53),
     ("model_runner.worker", 54),

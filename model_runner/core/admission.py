@@ -168,7 +168,9 @@ class AdmissionController:
     def predict_wait(self, ask: Ask, now: float) -> float:
         """Seconds until there would be room for `ask` behind all who wait now."""
         queue = (waiting.ask for waiting in self._queue.in_turn(now))
-        return self._waits.predict(ask, queue, len(self._queue), self.free_blocks, now)
+        return self._waits.predict(
+            ask, queue, num_waiting=len(self._queue), free_blocks=self.free_blocks, now=now
+        )
 
     def patience(self, ask: Ask) -> float:
         """Seconds that it may wait."""

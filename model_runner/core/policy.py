@@ -139,7 +139,7 @@ class Predictive:
         self._running: dict[str, Running] = {}
         self._stale = False
         self._tokens_since = 0  # that the outlook was made
-        self._refused: set[str] = set()  # parts that don't fit this outlook
+        self._refused: set[tuple[Part, ...]] = set()  # that don't fit this outlook
 
     @property
     def predicted_peak_blocks(self) -> float:
@@ -151,12 +151,12 @@ class Predictive:
         if not self._running:
             return True  # alone it always fits: its price is no more than all blocks
         self._look_again()
-        first = parts[0].part_id
-        if first in self._refused:
+        asked = tuple(parts)
+        if asked in self._refused:
             return False
         peak = self._outlook.peak(self.risk.z, [self._arriving(part) for part in parts])
         if peak > self.num_blocks:
-            self._refused.add(first)
+            self._refused.add(asked)
             return False
         return True
 

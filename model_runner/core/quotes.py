@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from model_runner.core.admission import AdmissionController, Decision
 from model_runner.core.block_layout import BlockGroup, BlockLayout
@@ -67,5 +68,16 @@ def largest_that_fit(
     ever = largest_max_tokens(layout, lengths, n, budget_blocks=admission.num_blocks, limit=limit)
     if not admission.has_place_for(ask.sequences):
         return ever, 0
-    now = largest_max_tokens(layout, lengths, n, budget_blocks=admission.free_blocks, limit=limit)
-    return ever, now
+
+    def is_too_much(max_tokens: int) -> bool:
+        parts = [
+            replace(
+                part,
+                max_tokens=max_tokens,
+                blocks=layout.request_blocks(part.prompt_tokens, max_tokens, part.sequences),
+            )
+            for part in ask.parts
+        ]
+        return not admission.policy.fits(parts, admission.free_blocks)
+
+    return ever, bisect_right(range(1, ever + 1), False, key=is_too_much)

@@ -44,7 +44,7 @@ class Waits:
             self._foresee(self._forecast, ask)
 
     def predict(
-        self, ask: Ask, queue: Iterable[Ask], num_waiting: int, free_blocks: int, now: float
+        self, ask: Ask, queue: Iterable[Ask], *, num_waiting: int, free_blocks: int, now: float
     ) -> float:
         """Seconds until there would be room for `ask` behind all of the `queue`."""
         many = num_waiting + len(self._ledger.reservations) > _MANY

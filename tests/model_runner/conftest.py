@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from model_runner.async_engine import AsyncEngine, DoorPolicy, RequestStream, Restarted, Submission
+from model_runner.async_engine import AsyncEngine, RequestStream, Restarted, Submission
 from model_runner.config import EngineConfig
+from model_runner.door import DoorPolicy
 from model_runner.types import Ending, SamplingParams, StepStats
 
 FAKE_ENGINE = [sys.executable, str(Path(__file__).with_name("fake_engine.py"))]

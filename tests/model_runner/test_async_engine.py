@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from model_runner.async_engine import DoorPolicy, EngineState, Tokens
+from model_runner.async_engine import EngineState, Tokens
+from model_runner.door import DoorPolicy
 from model_runner.errors import (
     Draining,
     InvalidRequest,

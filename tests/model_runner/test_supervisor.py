@@ -6,17 +6,16 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from model_runner.async_engine import AsyncEngine, DoorPolicy, EngineState, Restarted
+from model_runner.async_engine import AsyncEngine, EngineState, Restarted
 from model_runner.config import EngineConfig
+from model_runner.door import DoorPolicy
 from model_runner.errors import EngineDied, EngineRestarting, Starting, StartupError
 from model_runner.supervisor import BackOff, Supervisor
 from tests.model_runner.conftest import Harness, RecordingObserver
@@ -381,36 +380,6 @@ def test_signals_are_for_the_parent(start_engine) -> None:
             assert not psutil.pid_exists(pid)
 
     asyncio.run(scenario())
-
-
-def test_an_engine_whose_parent_dies_exits(tmp_path: Path) -> None:
-    parent = tmp_path / "parent.py"
-    parent.write_text(
-        f"""
-import asyncio, sys
-from model_runner.async_engine import AsyncEngine, DoorPolicy
-from model_runner.config import EngineConfig
-
-async def main():
-    config = EngineConfig(model='{{}}', cache_dir='', kv_cache_memory_bytes=1 << 20)
-    engine = AsyncEngine(config, DoorPolicy(), None, command=[sys.executable, {str(FAKE_ENGINE)!r}])
-    await engine.start(lambda loading: None)
-    await engine.wait_ready()
-    print(engine.engine_pid, flush=True)
-    await asyncio.sleep(3600)
-
-asyncio.run(main())
-"""
-    )
-    with subprocess.Popen([sys.executable, str(parent)], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        engine_pid = int(process.stdout.readline())
-        assert psutil.pid_exists(engine_pid)
-        process.kill()
-    deadline = time.monotonic() + 10
-    while psutil.pid_exists(engine_pid) and psutil.Process(engine_pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline, "the engine has outlived its parent"
-        time.sleep(0.02)
 
 
 def test_back_off_doubles_and_forgets() -> None:

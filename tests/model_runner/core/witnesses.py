@@ -111,3 +111,16 @@ class Observer:
 
     def engine_restarted(self) -> None:
         pass
+
+
+def what_was_finished_is_whole(clients: list[Client]) -> None:
+    for client in clients:
+        if client.aborted or client.error is not None:
+            continue
+        params = client.submission.params
+        for prompt_index in range(len(client.submission.prompts)):
+            for choice in range(params.n):
+                key = (prompt_index, choice)
+                assert key in client.stopped or key in client.finished
+                if client.finished.get(key) is FinishReason.LENGTH and key not in client.stopped:
+                    assert client.collected[key] == params.max_tokens
