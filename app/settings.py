@@ -176,8 +176,8 @@ class Settings:
         parse=choice("predictive", "strict"),
         help="predictive: requests are let in while the foreseen peak of the cache stays under the budget; "
         "how long answers are is learned. Where more is wanted than was foreseen, the newest pause, and a "
-        "few are computed again. strict: each has its whole max_tokens reserved; nothing ever pauses, and far "
-        "fewer run at once.",
+        "few are computed again. strict: each has its whole max_tokens reserved; nothing ever pauses, and "
+        "far fewer run at once.",
     )
     overflow_risk: float = option(
         0.004,

@@ -22,10 +22,7 @@ from model_runner.core.live_request import Submission
 from model_runner.core.pace import Pace
 from model_runner.core.policy import Policy, Predictive, Strict
 from model_runner.engine import EngineCore
-from model_runner.errors import (
-    KVCacheBudgetExceeded,
-    LoadError,
-)
+from model_runner.errors import KVCacheBudgetExceeded, LoadError
 from model_runner.messages import (
     Abort,
     StepDone,
