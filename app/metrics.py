@@ -12,6 +12,7 @@ from typing import Protocol
 from prometheus_client import (
     CollectorRegistry,
     Counter,
+    Gauge,
     GCCollector,
     Histogram,
     PlatformCollector,
@@ -146,6 +147,18 @@ class Metrics:
         self._step_time = self._histogram(
             "plimsoll_step_duration_seconds", "How long a step of the engine took.", _STEP_SECONDS
         )
+        self._preemptions = self._counter(
+            "plimsoll_preemptions_total",
+            "Requests that had to give their KV cache back, and were computed again later.",
+        )
+        self._recomputed = self._counter(
+            "plimsoll_recomputed_tokens_total", "Tokens that were computed again for it."
+        )
+        self._held = Gauge(
+            "plimsoll_held_sequences",
+            "Sequences that the last step left out, to leave blocks to their seniors.",
+            registry=self.registry,
+        )
         self._restarts = self._counter(
             "plimsoll_engine_restarts_total", "Engine processes started in place of one that died."
         )
@@ -193,6 +206,10 @@ class Metrics:
     def stepped(self, stats: StepStats) -> None:
         self._step_time.observe(stats.step_seconds)
         self._batch_size.observe(stats.batch_sequences)
+        self._held.set(stats.held_sequences)
+        if stats.preempted_requests:
+            self._preemptions.inc(stats.preempted_requests)
+            self._recomputed.inc(stats.recomputed_tokens)
 
     def ended(self, ending: Ending) -> None:
         self._ended.labels(ending.reason).inc()

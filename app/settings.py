@@ -169,6 +169,16 @@ class Settings:
         "keeps the others' pace steadier, higher reads prompts sooner.",
         known_as=("--max-batch-prefill-tokens", "--chunked-prefill-size", "--batch-size", "-b"),
     )
+    target_itl_ms: float = option(
+        0.0,
+        group=_MEMORY,
+        metavar="MS",
+        parse=number(0, 60000),
+        shown="no target",
+        help="Milliseconds that should lie between two tokens at most: prompts are read in chunks so short "
+        "that a step stays under it, as far as that goes. 0: chunks are as large as --max-num-batched-tokens "
+        "lets them be.",
+    )
     admission: str = option(
         "predictive",
         group=_DOOR,
@@ -368,6 +378,7 @@ class Settings:
             grows=self.admission == "predictive",
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
+            target_itl_seconds=self.target_itl_ms / 1000 if self.target_itl_ms else None,
             num_threads=self.num_threads,
             compile=self.compile,
         )

@@ -14,6 +14,7 @@ from model_runner.config import EngineConfig
 from model_runner.core.block_layout import BlockLayout
 from model_runner.core.capacity import ample_kv_bytes
 from model_runner.core.kv_spec import KVCacheSpec
+from model_runner.core.pace import Pace
 from model_runner.core.weights import WeightsRead
 from model_runner.engine import EngineCore
 from model_runner.engine_process import BuiltEngine
@@ -107,6 +108,8 @@ def build_engine(
         max_model_len=plan.max_model_len,
         grows=config.grows,
     )
+    if config.target_itl_seconds is not None:
+        core.aim_at(config.target_itl_seconds, Pace(**measured))
     return BuiltEngine(core=core, model=info, execution=execution.description, **measured)
 
 

@@ -25,6 +25,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     grows: bool = False  # requests are granted blocks as they grow, not their lifetime's from the start
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 512
+    target_itl_seconds: float | None = None  # that steps which decode should not take longer than
     num_threads: int | None = None
     log_level: str = "info"
     log_format: str = "text"  # text | json

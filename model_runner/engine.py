@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from model_runner.core.block_layout import BlockLayout
 from model_runner.core.output import Runner, SchedulerOutput
+from model_runner.core.pace import Pace
 from model_runner.core.scheduler import Scheduler
 from model_runner.messages import Submit
 from model_runner.types import ChoiceOutput, StepStats
@@ -68,6 +69,7 @@ class EngineCore:
         patient: bool = True,
     ) -> None:
         self.runner = runner
+        self._aim: tuple[float, Pace] | None = None
         self.scheduler = Scheduler(
             layout,
             num_blocks=num_blocks,
@@ -109,6 +111,24 @@ class EngineCore:
         produced = self.runner.execute(scheduled)
         outputs = self.scheduler.update_from_output(scheduled, produced)
         return self._result(scheduled, outputs, recomputed_before)
+
+    def aim_at(self, target_itl_seconds: float, pace: Pace) -> None:
+        """Keep steps that decode under so many seconds, as far as shorter prompt chunks can. `pace` is what
+        was measured so far, and learns from `observe`."""
+        self._aim = target_itl_seconds, pace
+        self._limit_prefills()
+
+    def observe(self, stats: StepStats) -> None:
+        """How long the last step took."""
+        if self._aim is not None:
+            self._aim[1].observe(stats)
+            self._limit_prefills()
+
+    def _limit_prefills(self) -> None:
+        assert self._aim is not None
+        target, pace = self._aim
+        spare = max(target - pace.decode_step_seconds, 0.0)
+        self.scheduler.prefill_limit = int(spare * pace.prefill_tokens_per_second)
 
     def drain(self) -> list[str]:
         """Releases not reported yet; each id is returned once, here or in a StepResult."""

@@ -145,6 +145,7 @@ def serve(core: EngineCore, mailbox: _Mailbox) -> None:
         result = core.step()
         if result is not None:
             stats = result.stats(time.perf_counter() - started_at)
+            core.observe(stats)
             mailbox.send(StepDone(mailbox.epoch, result.outputs, result.released, stats, result.grants))
         elif released := core.drain():
             mailbox.send(StepDone(mailbox.epoch, [], released, None))

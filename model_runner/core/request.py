@@ -114,6 +114,12 @@ class Request:
         return self.generated_tokens > 0
 
     @property
+    def tokens_to_compute(self) -> int:
+        """Before it decodes: what is left of its prompt, and of what its choices had drawn."""
+        left = len(self.prompt_token_ids) - self.num_computed_tokens
+        return left + sum(len(c.output_token_ids) - c.num_computed_outputs for c in self.live())
+
+    @property
     def longest_output(self) -> int:
         return max(len(choice.output_token_ids) for choice in self.live())
 

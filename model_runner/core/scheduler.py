@@ -1,7 +1,7 @@
 """What runs in the next step, and what becomes of its results.
 
-The batch is rebuilt every step, first come first served: one token for every sequence that is decoding, then
-prompts in chunks, until `max_num_batched_tokens` are used. What a request may hold of the pool is what it has
+The batch is rebuilt every step: one token for every sequence that is decoding, then prompts in chunks, until
+`max_num_batched_tokens` are used. What a request may hold of the pool is what it has
 been granted (growth.py): its lifetime from the start, or block by block as it grows. At every moment
 
     blocks held by a request <= its grant + what its prefill chunk borrows from the headroom
@@ -21,6 +21,8 @@ from model_runner.core.output import RunnerOutput, SampleRow, SchedulerOutput
 from model_runner.core.request import Choice, Request, RequestStatus
 from model_runner.core.step_batch import StepBatch
 from model_runner.types import ChoiceOutput, FinishReason, SamplingParams, TokenLogprobs
+
+_LOOKED_AT = 8  # waiting prompts, in search of a short one behind a long one
 
 
 class Scheduler:
@@ -61,6 +63,7 @@ class Scheduler:
         self.growth = Growth(layout, num_blocks, grows=grows, patient=patient)
         self.running_sequences = 0  # choices of running requests, from their prompt's first chunk on
         self.waiting_sequences = 0
+        self.prefill_limit: int | None = None  # prompt tokens in a step that decodes too; None: no limit
         self.recomputed_tokens = 0  # that preemptions have thrown away, since the beginning
         # A request is in exactly one of these three.
         self._waiting: list[Request] = []  # the most senior first
@@ -198,35 +201,66 @@ class Scheduler:
         )
 
     def _schedule_prefills(self, batch: StepBatch) -> None:
-        """Give what the decodes left of the token budget to prompts."""
-        headroom = self.headroom_blocks
-        candidates = self._prefill_candidates()
-        while batch.num_tokens < self.max_num_batched_tokens:
-            request = next(candidates, None)
-            if request is None:
-                return
-            batch.add_chunk(request, self.max_num_batched_tokens - batch.num_tokens, headroom)
+        """Give prompts what the decodes leave of the step's tokens: in order, but up to half of it first to
+        those that are much shorter than the first one, so that a long prompt doesn't hold them up."""
+        left = self.max_num_batched_tokens - batch.num_tokens
+        if batch.num_tokens and self.prefill_limit is not None:
+            left = min(left, max(self.prefill_limit, self.layout.block_size))
+        headroom, scheduled = self.headroom_blocks, set[str]()
+
+        def add_chunk(request: Request, most: int) -> int:
+            nonlocal left, headroom
+            tokens = batch.add_chunk(request, most, headroom)
             headroom -= request.lease.borrowed
+            left -= tokens
+            scheduled.add(request.request_id)
+            return tokens
 
-    def _prefill_candidates(self) -> Iterator[Request]:
-        """Prompts under way, then waiting ones, started as they are drawn, while there is room.
+        first = next(iter(self._prefilling.values()), None) or self._start(0)
+        if first is not None and first.tokens_to_compute > left:
+            half = left // 2
+            for request in self._much_shorter_than(first):
+                if half == 0:
+                    break
+                half -= add_chunk(request, half)
+        for request in list(self._prefilling.values()):
+            if left and request.request_id not in scheduled:
+                add_chunk(request, left)
+        while left and (started := self._start(0)) is not None:
+            add_chunk(started, left)
 
-        A request with more choices than `max_num_seqs` runs when nothing else does.
-        """
-        yield from list(self._prefilling.values())
-        while self._waiting:
-            request = self._waiting[0]
-            sequences = self.running_sequences + request.live_choices
-            if sequences > self.max_num_seqs and self.running_sequences > 0:
+    def _much_shorter_than(self, first: Request) -> Iterator[Request]:
+        """Prompts under way with less than half as much left, the shortest first; then such ones that wait,
+        started as they are drawn."""
+        limit = first.tokens_to_compute // 2
+        under_way = [r for r in self._prefilling.values() if r.tokens_to_compute < limit]
+        yield from sorted(under_way, key=lambda request: request.tokens_to_compute)
+        index = 0
+        while index < min(len(self._waiting), _LOOKED_AT):
+            if self._waiting[index].tokens_to_compute >= limit:
+                index += 1
+            elif (started := self._start(index)) is not None:
+                yield started
+            else:
                 return
-            if not self.growth.may_start(request, [*self._decoding.values(), *self._prefilling.values()]):
-                return
-            del self._waiting[0]
-            request.change_status(RequestStatus.RUNNING)
-            self.waiting_sequences -= request.live_choices
-            self.running_sequences = sequences
-            self._prefilling[request.request_id] = request
-            yield request
+
+    def _start(self, index: int) -> Request | None:
+        """Start a waiting request if there is room for it. One with more choices than `max_num_seqs` runs
+        when nothing else does."""
+        if index >= len(self._waiting):
+            return None
+        request = self._waiting[index]
+        sequences = self.running_sequences + request.live_choices
+        if sequences > self.max_num_seqs and self.running_sequences > 0:
+            return None
+        if not self.growth.may_start(request, [*self._decoding.values(), *self._prefilling.values()]):
+            return None
+        del self._waiting[index]
+        request.change_status(RequestStatus.RUNNING)
+        self.waiting_sequences -= request.live_choices
+        self.running_sequences = sequences
+        self._prefilling[request.request_id] = request
+        return request
 
     def _preempt(self, request: Request) -> None:
         """Take all its blocks and keep all its tokens. It waits, in its old place, to be computed again."""

@@ -47,14 +47,17 @@ class StepBatch:
         )
         self._decode_tokens += 1
 
-    def add_chunk(self, request: Request, budget: int, headroom: int) -> None:
-        """The next tokens of its prompt or, when that is computed, of the first choice that is behind."""
+    def add_chunk(self, request: Request, budget: int, headroom: int) -> int:
+        """The next tokens of its prompt or, when that is computed, of the first choice that is behind.
+        Returns how many."""
+        before = self._prefill_tokens
         if not request.is_prefilled:
             self._add_prompt_chunk(request, budget, headroom)
-            return
+            return self._prefill_tokens - before
         choice = request.behind()
         assert choice is not None, f"{request.request_id} has nothing left to compute"
         self._add_catching_up(request, choice, budget, headroom)
+        return self._prefill_tokens - before
 
     def _add_prompt_chunk(self, request: Request, budget: int, headroom: int) -> None:
         prompt, start = request.prompt_token_ids, request.num_computed_tokens

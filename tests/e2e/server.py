@@ -39,9 +39,14 @@ def eventually(holds: Callable[[], bool], what: str, seconds: float = 30.0) -> N
 
 
 class Server:
-    """`plimsoll serve` with the given options. Its output is kept in `log`."""
+    """`plimsoll serve` with the given options. Its output is kept in `log`.
+
+    Admission is strict unless a test says otherwise: then what is reserved follows from the request alone.
+    """
 
     def __init__(self, *options: str, env: dict[str, str] | None = None) -> None:
+        if "--admission" not in options and "PLIMSOLL_ADMISSION" not in (env or {}):
+            options = (*options, "--admission", "strict")
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         command = [sys.executable, "-m", "app", "serve", "--port", str(self.port), *options]

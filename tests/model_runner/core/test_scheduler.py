@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 
 from model_runner.core.block_pool import FREED
+from model_runner.core.pace import Pace
 from model_runner.messages import Submit
-from model_runner.types import FinishReason, SamplingParams
+from model_runner.types import FinishReason, SamplingParams, StepStats
 from tests.model_runner.core.fake_runner import Engine, expected_tokens, next_token, tokens_by_choice
 
 
@@ -23,13 +24,57 @@ def test_decodes_run_every_step_and_prompts_share_what_is_left() -> None:
     engine.ask("long", range(12), max_tokens=4)
     engine.ask("short", range(4), max_tokens=4)
     engine.step()
-    assert batch_shape(engine) == [(3, 1), (0, 7)]
+    # The short one has up to half of what is left for prompts, before the long one has the rest.
+    assert batch_shape(engine) == [(3, 1), (0, 3), (0, 4)]
     engine.step()
-    assert batch_shape(engine) == [(4, 1), (7, 5), (0, 2)]
+    assert batch_shape(engine) == [(4, 1), (3, 1), (4, 6)]
     engine.step()
-    assert batch_shape(engine) == [(5, 1), (12, 1), (2, 2)]
+    assert batch_shape(engine) == [(5, 1), (4, 1), (10, 2)]
     engine.step()
-    assert batch_shape(engine) == [(6, 1), (13, 1), (4, 1)]
+    assert batch_shape(engine) == [(6, 1), (5, 1), (12, 1)]
+
+
+def test_prompts_of_like_length_go_one_after_the_other() -> None:
+    engine = Engine(max_num_batched_tokens=8)
+    engine.ask("first", range(12), max_tokens=4)
+    engine.ask("second", range(11), max_tokens=4)
+    engine.step()
+    assert batch_shape(engine) == [(0, 8)]
+    engine.step()
+    assert batch_shape(engine) == [(8, 4), (0, 4)]
+
+
+def test_a_long_prompt_does_not_hold_up_a_short_one_behind_another_long_one() -> None:
+    engine = Engine(max_num_batched_tokens=10, num_blocks=1000)
+    engine.ask("long", range(300), max_tokens=2)
+    engine.ask("long too", range(300), max_tokens=2)
+    engine.ask("short", range(8), max_tokens=2)
+    first = []
+    for _ in range(4):
+        result = engine.step()
+        assert result is not None
+        first += [output.request_id for output in result.outputs]
+    assert first == ["short", "short"]
+    assert {output.request_id for output in engine.run()} == {"long", "long too"}
+
+
+def test_prompts_leave_the_time_that_decodes_should_not_take_longer_than() -> None:
+    engine = Engine(max_num_batched_tokens=512, block_size=4, num_blocks=2000)
+    engine.aim_at(0.050, Pace(decode_step_seconds=0.020, prefill_tokens_per_second=1000.0))
+    engine.ask("alone", range(100), max_tokens=50)
+    engine.step()
+    assert batch_shape(engine) == [(0, 100)], "nobody decodes, so nobody is kept waiting"
+    engine.ask("next", range(400), max_tokens=2)
+    engine.step()
+    assert batch_shape(engine) == [(100, 1), (0, 30)]
+    for _ in range(200):  # the machine turns out to be half as fast
+        engine.observe(StepStats(0.040, 0, 1, 1, 0, 1, 1))
+    engine.step()
+    assert batch_shape(engine) == [(101, 1), (30, 10)]
+    for _ in range(200):  # not feasible: prompts get on by a block at least
+        engine.observe(StepStats(0.080, 0, 1, 1, 0, 1, 1))
+    engine.step()
+    assert batch_shape(engine) == [(102, 1), (40, 4)]
 
 
 def test_first_come_first_served_and_choices_count_as_what_they_are() -> None:
