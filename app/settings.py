@@ -176,8 +176,7 @@ class Settings:
         parse=number(0, 60000),
         shown="no target",
         help="Milliseconds that should lie between two tokens at most: prompts are read in chunks so short "
-        "that a step stays under it, as far as that goes. 0: chunks are as large as --max-num-batched-tokens "
-        "lets them be.",
+        "that a step stays under it, as far as that goes. 0: no target.",
     )
     admission: str = option(
         "predictive",
