@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from model_runner.core.admission import AdmissionController
+from model_runner.core.admission import MAX_PASSES, AdmissionController
 from model_runner.core.lengths import Lengths
 from model_runner.core.pace import Pace
 from model_runner.core.policy import Predictive, Strict
 from model_runner.core.tenants import TenantPolicy, Tenants
 from model_runner.messages import ModelInfo
-
-# How often a waiting request that doesn't fit yet may be passed by smaller ones.
-_MAX_PASSES = 8
-# The share of its patience after which nothing passes a waiting request any more, and its priority has risen.
-_AGING_SHARE = 0.25
-_MOST_AGING_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +44,5 @@ def make_door(model: ModelInfo, policy: DoorPolicy, *, max_num_seqs: int) -> Adm
         policy=admission,
         lengths=lengths,
         tenants=Tenants(tenant.in_blocks(model.layout.block_bytes) for tenant in policy.tenants),
-        max_passes=_MAX_PASSES,
-        aging_seconds=min(max(_AGING_SHARE * policy.max_queue_seconds, 0.1), _MOST_AGING_SECONDS),
+        max_passes=MAX_PASSES,
     )

@@ -33,6 +33,10 @@ from model_runner.core.tenants import Tenants
 from model_runner.core.waits import Waits
 from model_runner.errors import Reason
 
+MAX_PASSES = 8  # what a server allows
+# The share of what it may wait after which nothing passes a request any more, and its priority rises.
+_AGING_SHARE = 0.25
+_MOST_AGING_SECONDS = 10.0
 _CANDIDATES = 8  # looked at, each time, for one that fits
 
 
@@ -73,11 +77,10 @@ class AdmissionController:
         lengths: Lengths | None = None,
         tenants: Tenants | None = None,
         max_passes: int = 0,
-        aging_seconds: float = 10.0,
     ) -> None:
         """`lengths` is told of all answers and asked how long those that run may still take; without it
-        everyone is taken to run to max_tokens. `max_passes` and `aging_seconds` bound how often and for how
-        long one that doesn't fit may be passed."""
+        everyone is taken to run to max_tokens. `max_passes`: how often a waiting request that doesn't fit
+        yet may be passed by those that do."""
         self.policy: Policy = policy or Strict()
         self.lengths = lengths
         self.tenants = tenants or Tenants()
@@ -90,7 +93,9 @@ class AdmissionController:
         self._waits = Waits(self.ledger, self.policy, pace, lengths)
         self._open = False
         self._queue: FairQueue[Ask] = FairQueue(
-            self.tenants, aging_seconds=aging_seconds, max_passes=max_passes
+            self.tenants,
+            aging_seconds=min(max(_AGING_SHARE * max_queue_seconds, 0.1), _MOST_AGING_SECONDS),
+            max_passes=max_passes,
         )
         self._priced: dict[str, int] = {}  # by tenant with a limit: blocks, of those that run or wait
 

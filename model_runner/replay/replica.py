@@ -10,10 +10,10 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from model_runner.core.admission import AdmissionController
+from model_runner.core.admission import MAX_PASSES, AdmissionController
 from model_runner.core.block_layout import BlockGroup, BlockLayout
 from model_runner.core.dispatcher import Dispatcher
-from model_runner.core.lengths import LengthModel
+from model_runner.core.lengths import Lengths
 from model_runner.core.live_request import LiveRequest, Submission
 from model_runner.core.pace import Pace
 from model_runner.core.policy import Policy, Predictive, Strict
@@ -85,7 +85,7 @@ class Replica:
         self._layout = BlockLayout((BlockGroup("full", (0,), 1, 1),), setting.block_size, 1)
         self._runner = SimulatedRunner(setting.step_model)
         self._answers: list[int] = []  # the true lengths, in the order of submission
-        lengths = LengthModel(setting.max_model_len)
+        lengths = Lengths(setting.max_model_len)
         self.policy = self._make_policy(policy, lengths)
         bounded = policy not in ("greedy", "oracle")
         step = setting.step_model
@@ -97,6 +97,7 @@ class Replica:
             pace=Pace(step.seconds(1, 0), 1 / max(step.per_token, 1e-12)),
             policy=self.policy,
             lengths=lengths,
+            max_passes=MAX_PASSES if bounded else 0,
         )
         self._engine = EngineCore(
             self._layout,
@@ -183,7 +184,7 @@ class Replica:
 
     # ---- within
 
-    def _make_policy(self, name: str, lengths: LengthModel) -> Policy:
+    def _make_policy(self, name: str, lengths: Lengths) -> Policy:
         layout, blocks = self._layout, self.setting.num_blocks
         if name == "strict":
             return Strict()

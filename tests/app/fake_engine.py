@@ -142,7 +142,7 @@ class FakeEngine:
             max_queue_seconds=60.0,
             pace=pace,
         )
-        admission.open()
+        admission.open(0.0)
         dispatcher = Dispatcher(self.model.layout, admission, cast(Any, None), lambda message: None)
         quote = dispatcher.quote(submission, 0.0, longest=self.model.max_model_len)
         return quote if self.refusal is None else replace(quote, decision=None, error=self.refusal)
