@@ -80,7 +80,8 @@ def test_answers_that_end_early_make_room_that_strict_admission_keeps_shut() -> 
             "prompt": [rng.randrange(100, 40_000) for _ in range(24)],
             "max_tokens": 400,
             "min_tokens": 12,
-            "stop_token_ids": list(range(20_000)),
+            "logit_bias": {"28": 100},
+            "stop_token_ids": [28],
             "temperature": 0,
         }
         for _ in range(64)

@@ -168,8 +168,10 @@ def test_the_stated_bound_on_what_is_let_in_before_a_request(data: st.DataObject
             mine_before += taken.cost
         elif mine.ask_id not in ahead:
             before[taken.tenant] += taken.cost
+        until_mine = itertools.takewhile(lambda waiting: waiting is not mine, q.in_turn(now))
+        own_first = sum(waiting.cost for waiting in until_mine if waiting.tenant == mine.tenant)
         for other, cost in before.items():
-            share = weights[other] * (lead + mine_before / weights[mine.tenant])
+            share = weights[other] * (lead + (mine_before + own_first) / weights[mine.tenant])
             assert cost <= (share + largest[other]) * (1 + 1e-9) + 1e-6
     assert passed == mine.passes <= q.max_passes
 
