@@ -27,8 +27,9 @@ priority that anybody has who waits meanwhile. Then
 
   - after (p - m) · aging_seconds it is in the first class, for as long as it waits;
   - from then on each other tenant u is let in, in turn, for at most w_u · (d + C / w) + l_u before r. C is
-    what r's own tenant is charged in that time and for those of its requests that still come before r, d is how far its clock was ahead of the queue's when that
-    time began (at most its largest request over w, if it had passed nobody), l_u is u's largest request;
+    what r's own tenant is charged in that time, and will be for those of its requests that still come
+    before r; d is how far its clock was ahead of the queue's when that time began (at most its largest
+    request over w, if it had passed nobody); l_u is u's largest request;
   - at most `max_passes` requests pass it, and none once it has waited `aging_seconds`.
 
 So after a known amount of work the room that comes free is r's alone, and as no request is larger than the
