@@ -21,7 +21,7 @@ from model_runner.errors import DoesNotFit, ModelNotServable
 from model_runner.model_files import ModelFiles
 from model_runner.tokenizer.gguf import load_definition
 from model_runner.worker.gguf_cache import GGUFCache
-from model_runner.worker.model_config import UNREADABLE, reason_of
+from model_runner.worker.model_config import UNREADABLE, dtype_of, reason_of
 from model_runner.worker.weight_parts import weights_read
 
 logger = logging.getLogger(__name__)
@@ -84,6 +84,7 @@ def read_source(files: ModelFiles) -> Source:
             "bfloat16 or float32, or a .gguf file, which is dequantised."
         )
     config = whole.get_text_config(decoder=True)
+    config.dtype = dtype_of(whole)
     eos_token_ids = _eos_token_ids(config, files.path)
     return Source(config, None, files.path, eos_token_ids, nested=config is not whole)
 

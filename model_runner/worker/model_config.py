@@ -53,7 +53,16 @@ def resolved(config: PreTrainedConfig) -> dict[str, Any]:
     for name in (*text.attribute_map, *_COMPUTED):
         if name not in foreign and fields.get(name) is None and getattr(text, name, None) is not None:
             fields[name] = getattr(text, name)
+    if (dtype := dtype_of(config)) is not None:
+        fields["dtype"] = str(dtype).removeprefix("torch.")
     return fields
+
+
+def dtype_of(config: PreTrainedConfig) -> Any:
+    """What the decoder's weights are kept in, as the configuration says; None where it does not. Where the
+    decoder is nested, most files say it once, of the whole."""
+    text = config.get_text_config(decoder=True)
+    return getattr(text, "dtype", None) or getattr(config, "dtype", None)
 
 
 def _has(config: PreTrainedConfig, name: str) -> bool:

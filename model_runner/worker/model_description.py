@@ -35,8 +35,8 @@ from model_runner.core.packing import Packing, find_packing, method_of
 from model_runner.errors import ModelNotServable, StartupError
 from model_runner.worker.loader import read_source, skeleton
 from model_runner.worker.machine import describe_machine
-from model_runner.worker.model_config import UNREADABLE, reason_of, resolved
-from model_runner.worker.weight_parts import UNREAD, Part, is_of_tower, parts, total
+from model_runner.worker.model_config import UNREADABLE, dtype_of, reason_of, resolved
+from model_runner.worker.weight_parts import UNREAD, Part, is_of_tower, parts, total, without_tied_output
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ def describe(model: str, cache_dir: str) -> dict[str, Any]:
 
 def _described(name: str, config: PreTrainedConfig, weights: Weights) -> dict[str, Any]:
     return {
-        "machine": describe_machine(config.get_text_config(decoder=True).dtype),
+        "machine": describe_machine(dtype_of(config)),
         "name": name,
         "architecture": next(iter(config.architectures or ()), None),
         "config": resolved(config),
@@ -239,6 +239,8 @@ def _stored(
     config: PreTrainedConfig,
     quantisation: Mapping[str, Any] | None,
 ) -> Weights:
+    if getattr(config, "tie_word_embeddings", False):
+        tensors = without_tied_output(tensors)
     weights = _summary(source, tensors, config)
     if quantisation is None:
         return weights

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
+from typing import TypeVar
 
 from torch import nn
 
 from model_runner.core.weights import WeightsRead, read_experts
 from model_runner.worker.model_config import resolved
+
+T = TypeVar("T")
 
 
 class Part(StrEnum):
@@ -44,6 +47,14 @@ def parts(names: Iterable[str], layers: int | None) -> dict[str, Part]:
     listed = list(names)
     untied = any(_OUTPUT.search(name) for name in listed)
     return {name: _part(name, layers, untied=untied) for name in listed}
+
+
+def without_tied_output(names: Mapping[str, T]) -> dict[str, T]:
+    """Without the output of a model whose output is its input embedding: some files hold that a second time,
+    and it is loaded once."""
+    if not any(_EMBEDDING.search(name) and not is_of_tower(name) for name in names):
+        return dict(names)
+    return {name: it for name, it in names.items() if is_of_tower(name) or not _OUTPUT.search(name)}
 
 
 def is_of_tower(name: str) -> bool:

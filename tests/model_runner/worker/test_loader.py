@@ -55,6 +55,12 @@ def test_weights_are_counted_before_they_are_read(folder: Path) -> None:
     )
 
 
+def test_a_nested_decoder_has_the_type_of_the_whole(tmp_path: Path) -> None:
+    whole = {"model_type": "llava", "dtype": "float16", "text_config": {"model_type": "llama"}}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    assert read_source(files(tmp_path)).config.dtype == torch.float16
+
+
 def test_end_tokens(folder: Path) -> None:
     assert read_source(files(folder)).eos_token_ids == (7,)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 9]}))

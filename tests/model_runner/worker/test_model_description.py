@@ -75,12 +75,29 @@ def test_a_config_alone_is_counted(tmp_path: Path) -> None:
 def test_counting_does_not_write_into_the_configuration(tmp_path: Path) -> None:
     assert describe(str(write(tmp_path)), "unused")["config"].get("dtype") is None
     write(tmp_path, torch_dtype="float16")
-    assert str(describe(str(tmp_path), "unused")["config"]["dtype"]).endswith("float16")
+    assert describe(str(tmp_path), "unused")["config"]["dtype"] == "float16"
 
 
 def test_a_tied_embedding_is_read_whole(tmp_path: Path) -> None:
     weights = weights_of(write(tmp_path, tie_word_embeddings=True))
     assert (weights["parameters"], weights["unread_parameters"]) == (PARAMETERS - EMBEDDING, 0)
+
+
+def test_a_tied_output_that_the_files_hold_once_more_is_counted_once(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(STORED)
+    tied = weights_of(write(tmp_path, tie_word_embeddings=True))
+    assert (tied["stored_bytes"], tied["parameters"]) == (4096 + 32, EMBEDDING + 32)
+    assert (tied["stored_unread_bytes"], tied["unread"]) == (0, ())
+    assert weights_of(write(tmp_path, tie_word_embeddings=False))["stored_bytes"] == 2 * 4096 + 32
+
+
+def test_the_type_of_a_nested_decoder_is_the_wholes_where_it_says_none(tmp_path: Path) -> None:
+    whole = {"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}}
+    path = tmp_path / "config.json"
+    for text, expected in (({}, "float32"), ({"dtype": "float16"}, "float16")):
+        fields = {**whole, "torch_dtype": "float32", "text_config": {**CONFIG, **text}}
+        path.write_text(json.dumps(fields))
+        assert describe(str(path), "unused")["config"]["dtype"] == expected
 
 
 def test_headers_tell_bytes_and_parts_without_a_tokenizer(tmp_path: Path) -> None:
