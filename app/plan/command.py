@@ -180,6 +180,11 @@ def _layout(model: dict[str, Any], spec: KVCacheSpec, block_size: int) -> tuple[
         layout = BlockLayout.from_spec(spec, block_size=block_size)
     except ModelNotServable as error:
         return None, error.message
+    if not model["has_decoder"]:
+        return None, (
+            f"Plimsoll does not serve the model type {spec.model_type!r} yet, because transformers has no "
+            "model of that decoder alone, without what reads pictures or sound."
+        )
     if method := model["weights"]["quantisation"]:
         return None, f"Plimsoll does not serve these weights yet, because they are quantised ({method})."
     return layout, ""

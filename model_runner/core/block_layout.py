@@ -183,8 +183,30 @@ _WHY_NOT: dict[LayerKind, str] = {
 }
 
 
+# Models of transformers whose layers would fit the blocks, and whose attention would not be run right.
+_WHY_NOT_MODEL: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            *("big_bird", "falcon", "git", "gpt_neo", "gpt_neox_japanese", "megatron-bert", "openai-gpt"),
+            *("rembert", "roformer", "trocr", "xglm"),
+        ),
+        "its attention is code of its own, which can't be led to a block cache",
+    ),
+    "diffllama": "each of its layers attends twice and subtracts",
+    "doge": "its attention leaves out tokens that it chooses itself",
+    "hrm_text": "some of its layers share one attention module",
+    "jetmoe": "its attention has experts, which repeat the cached heads",
+    "moshi": "its layers don't attend to exactly the window that its configuration states",
+}
+
+
 def _one_shape(spec: KVCacheSpec) -> LayerCache:
     """A full or sliding layer's cache, which but for its reach is every layer's."""
+    if spec.model_type in _WHY_NOT_MODEL:
+        raise ModelNotServable(
+            f"Plimsoll does not serve the model type {spec.model_type!r} yet, because "
+            f"{_WHY_NOT_MODEL[spec.model_type]}."
+        )
     for group in spec.groups:
         layer = group.layers[0]
         if group.kind in _WHY_NOT:
@@ -208,7 +230,9 @@ def _one_shape(spec: KVCacheSpec) -> LayerCache:
     if spec.position_biases:
         raise _not_served(spec.model_type, "its attention adds ALiBi position biases")
     if spec.dtype.quantised:
-        raise _not_served(spec.model_type, f"its cache would be quantised ({spec.kv_dtype})")
+        raise ModelNotServable(
+            f"Plimsoll keeps no quantised cache yet, so for {spec.kv_dtype} only what is needed is told."
+        )
     if spec.tensor_parallel != 1:
         raise ModelNotServable(
             f"Plimsoll runs a model on one device yet, so for {spec.tensor_parallel} only what is needed is "

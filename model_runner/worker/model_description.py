@@ -23,6 +23,7 @@ from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, NotASafetenso
 from safetensors import SafetensorError, safe_open
 from torch import float32, nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForImageTextToText,
     AutoModelForMultimodalLM,
@@ -76,8 +77,9 @@ class _Tensor:
 
 
 def describe(model: str, cache_dir: str) -> dict[str, Any]:
-    """{"name", "architecture", "config", "weights", "machine"}: the class that the configuration names, its
-    fields resolved, Weights, and what a server would find on this machine, as plain data.
+    """{"name", "architecture", "config", "has_decoder", "weights", "machine"}: the class that the
+    configuration names, its fields resolved, whether transformers has a model of the decoder alone, Weights,
+    and what a server would find on this machine, as plain data.
 
     `model` is a directory (with or without weights), a hub id, a config.json, a .gguf file, or "" for the
     embedded model. Raises StartupError, with the reason, for what can't be read.
@@ -107,6 +109,7 @@ def _described(name: str, config: PreTrainedConfig, weights: Weights) -> dict[st
         "name": name,
         "architecture": next(iter(config.architectures or ()), None),
         "config": resolved(config),
+        "has_decoder": type(config.get_text_config(decoder=True)) in MODEL_FOR_CAUSAL_LM_MAPPING,
         "weights": asdict(weights),
     }
 

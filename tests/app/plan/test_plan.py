@@ -163,6 +163,22 @@ def test_a_quantised_cache_counts_its_scales(
     assert answer(capsys, *words)["growing_bytes_per_token"] == 2 * 80 * 8 * (128 + 4)
 
 
+def test_what_a_server_would_refuse_is_not_said_to_be_served(
+    config_file: Callable[[dict[str, Any]], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 1000}
+    sees = {"model_type": "qwen2_5_vl", "vision_config": {"depth": 1}, **shape, "num_key_value_heads": 4}
+    for config, reason in (
+        (sees, "transformers has no model of that decoder alone"),
+        ({"model_type": "falcon", **shape}, "its attention is code of its own"),
+    ):
+        plan = answer(capsys, "--model", config_file(config), "--device-memory", "8GiB")
+        assert plan["allocated"]["served"] is False
+        assert reason in plan["allocated"]["reason"]
+        assert plan["contexts"][0]["allocated_max_sequences"] is None
+        assert plan["contexts"][0]["max_sequences"] > 0
+
+
 def test_the_table_says_both_lists(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert (
         main(

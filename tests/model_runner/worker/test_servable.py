@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
+from model_runner.core import block_layout
 from model_runner.core.block_layout import BlockGroup, BlockLayout
 from model_runner.core.kv_spec import KVCacheSpec
-from model_runner.errors import ModelNotServable
+from model_runner.errors import ModelNotPriced, ModelNotServable
+from model_runner.worker.model_config import resolved
 from model_runner.worker.servable import attention_modules
+from tests.model_runner.worker.tiny_models import decoder_model_types, tiny_config
 
 
 def spec_of(model: Any) -> BlockLayout:
@@ -128,3 +131,31 @@ def test_fewer_calls_than_layers_are_refused(families: Any) -> None:
     model = families.make("llama")
     with pytest.raises(ModelNotServable, match="it has 5 layers and calls transformers' attention 4 times"):
         attention_modules(model, plain_spec(5, 2))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model_type", sorted(decoder_model_types()))
+def test_what_the_layout_takes_can_be_run_and_what_it_refuses_by_name_can_not(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every model type that transformers ships: a plan and a server say the same."""
+    config = tiny_config(model_type).get_text_config(decoder=True)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        pytest.skip("there is no model of its decoder alone, which a plan says")
+    known = config.model_type in block_layout._WHY_NOT_MODEL
+    with monkeypatch.context() as without_names:
+        without_names.setattr(block_layout, "_WHY_NOT_MODEL", {})
+        try:
+            spec = KVCacheSpec.from_config(resolved(config), kv_dtype="float32")
+            layout = BlockLayout.from_spec(spec, block_size=16)
+        except (ModelNotPriced, ModelNotServable):
+            assert not known
+            return
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    if not known:
+        assert len(attention_modules(model, layout)) == len({n for g in layout.groups for n in g.layers})
+        return
+    with pytest.raises(ModelNotServable):
+        attention_modules(model, layout)
+    with pytest.raises(ModelNotServable, match=f"does not serve the model type '{config.model_type}'"):
+        BlockLayout.from_spec(spec, block_size=16)
