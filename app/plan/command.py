@@ -107,7 +107,8 @@ def make_report(options: PlanOptions, model: dict[str, Any]) -> Report:
         weights_packing=described["packing"] if kept_in == "packed" else None,
         weights_uncounted=tuple(described["uncounted"]),
     )
-    return Report(about, described, limit, made, why_not, memory.how_used, options)
+    silent = _is_dtype_assumed(options, model)
+    return Report(about, described, limit, made, why_not, memory.how_used, silent, options)
 
 
 def _price(config: dict[str, Any], kv_dtype: str, dtype: str, ranks: int) -> KVCacheSpec:
@@ -122,9 +123,22 @@ def _runs_in(options: PlanOptions, model: dict[str, Any]) -> str:
         return str(model["machine"]["dtype"])
     if model["weights"]["source"] == "gguf":
         return "bfloat16"
-    config = model["config"]
-    declared = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
-    return declared if declared in KV_DTYPES and not KV_DTYPES[declared].quantised else "bfloat16"
+    return _declared_dtype(model["config"]) or "bfloat16"
+
+
+def _declared_dtype(config: dict[str, Any]) -> str | None:
+    """What the configuration says that the model runs in, if it is a type that one can run in."""
+    declared = str(config.get("dtype") or "")
+    return declared if declared in KV_DTYPES and not KV_DTYPES[declared].quantised else None
+
+
+def _is_dtype_assumed(options: PlanOptions, model: dict[str, Any]) -> bool:
+    return (
+        options.dtype in ("auto", "stored")
+        and not _as_served_here(options, model["weights"])
+        and model["weights"]["source"] != "gguf"
+        and _declared_dtype(model["config"]) is None
+    )
 
 
 def _kept_in(options: PlanOptions, described: dict[str, Any], dtype: str) -> str:

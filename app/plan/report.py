@@ -23,6 +23,7 @@ class Report:
     plan: Plan
     why_not_served: str  # "" when Plimsoll serves it
     how_used: str  # the device's memory, in words
+    dtype_assumed: bool  # the configuration does not say what the model runs in
     options: PlanOptions
 
     @property
@@ -162,6 +163,8 @@ def _notes(report: Report) -> str:
             f"Of the weights, {format_size(report.plan.weights.unread_bytes)} are held and not read by a "
             f"step: {', '.join(report.stored['unread'])}."
         )
+    if report.dtype_assumed:
+        notes.append("The configuration does not say what the model runs in; bfloat16 is taken.")
     if report.about.model_context is None:
         notes.append(
             f"The configuration states no longest context; {report.longest_context:,} tokens are planned."
@@ -178,7 +181,7 @@ def _notes(report: Report) -> str:
             "A step reads the weights and every sequence's cache once. Past the batch in the last column\n"
             "the caches outweigh the weights, and a larger batch brings less than half of what it costs."
         )
-    if report.plan.weights.experts:
+    if report.plan.weights.expert_bytes and report.plan.weights.experts:
         weights = report.plan.weights
         notes.append(
             f"Each token uses {weights.experts_per_token} of {weights.experts} experts a layer; a step reads "

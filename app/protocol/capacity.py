@@ -69,6 +69,7 @@ class Capacity(Answer):
     weights_packing: str | None
     weights_uncounted: list[str]
     max_model_len: int
+    max_num_seqs: int
     kv_dtype: str
     kv_cache_bytes: int
     kv_budget_bytes: int

@@ -87,6 +87,7 @@ def _capacity(services: Services) -> dict[str, Any]:
         "object": "capacity",
         **capacity_fields(_plan(model), _about(model, services.settings.served_model_name)),
         "max_model_len": model.max_model_len,
+        "max_num_seqs": services.settings.max_num_seqs,
         "reserved_bytes": stats.reserved_bytes,
         "used_bytes": stats.used_bytes,
         "free_bytes": stats.free_bytes,

@@ -53,6 +53,8 @@ def resolved(config: PreTrainedConfig) -> dict[str, Any]:
     for name in (*text.attribute_map, *_COMPUTED):
         if name not in foreign and fields.get(name) is None and getattr(text, name, None) is not None:
             fields[name] = getattr(text, name)
+    if fields.get("max_position_embeddings") is None and fields.get("max_seq_len"):  # MPT's name for it
+        fields["max_position_embeddings"] = fields["max_seq_len"]
     if (dtype := dtype_of(config)) is not None:
         fields["dtype"] = str(dtype).removeprefix("torch.")
     return fields
@@ -94,5 +96,5 @@ def reason_of(error: Exception) -> str:
     """transformers' own words, on one line, without the list of every model type that it knows."""
     if isinstance(error, KeyError):
         return f"it does not know {error}"
-    said = str(error).split(" Should contain one of")[0].split(" Model type should be one of")[0]
-    return " ".join(said.split())
+    said = " ".join(str(error).split())
+    return said.split(" Should contain one of")[0].split(" Model type should be one of")[0]

@@ -34,13 +34,14 @@ def test_capacity_is_the_plan_of_the_running_server(server: Server) -> None:
     assert capacity.growing_bytes_per_token == 2 * 30 * 3 * 64 * 4
     assert capacity.kv_budget_bytes == 64 * BLOCK_BYTES == capacity.free_bytes
     assert capacity.max_sequences == {"512": 2}
+    assert capacity.max_num_seqs == 256
     assert capacity.allocated.blocks == 64
     assert [(group.kind, group.layers) for group in capacity.groups] == [("full", 30)]
     assert [at.longest_context for at in capacity.batches] == [512, 129, 33, 9]
 
 
 SERVERS_OWN = {
-    *("object", "max_model_len", "running_requests", "waiting_requests"),
+    *("object", "max_model_len", "max_num_seqs", "running_requests", "waiting_requests"),
     *("reserved_bytes", "used_bytes", "free_bytes"),
 }
 

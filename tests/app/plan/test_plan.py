@@ -373,6 +373,27 @@ def test_a_state_space_model_is_as_dear_at_any_length(
     assert "recurrent state" in plan["allocated"]["reason"]
 
 
+def test_what_is_noted_is_so(
+    config_file: Callable[[dict[str, Any]], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of experts where there are any, of the type and the context where the configuration is silent."""
+
+    def table(config: dict[str, Any], *words: str) -> str:
+        assert main(["plan", "--model", config_file(config), "--device-memory", "L4", *words]) == 0
+        return capsys.readouterr().out
+
+    hybrid = {"model_type": "nemotron_h", "hybrid_override_pattern": "M-*-", "num_hidden_layers": 4}
+    shape = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 256}
+    said = table({**hybrid, **shape, "torch_dtype": "float16"})
+    assert "experts a layer" not in said  # its class has defaults for them
+    assert "does not say what the model runs in" not in said
+    mpt = {"model_type": "mpt", "d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 8192}
+    said = table(mpt)
+    assert "(the model's own is 8,192)" in said
+    assert "does not say what the model runs in; bfloat16 is taken" in said
+    assert "bfloat16 is taken" not in table(mpt, "--dtype", "float16")
+
+
 def test_weights_of_an_unknown_number_format_are_said_to_be(
     config_file: Callable[[dict[str, Any]], str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedConfig
+from transformers import AutoConfig, Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedConfig
 
 from model_runner.errors import DoesNotFit, ModelNotServable, StartupError
 from model_runner.model_files import ModelFiles
@@ -154,6 +154,13 @@ def test_an_encoder_decoder_has_no_decoder_alone(folder: Path) -> None:
     (folder / "config.json").write_text('{"model_type": "t5"}')
     with pytest.raises(ModelNotServable, match="no causal language model for 't5'"):
         skeleton(read_source(files(folder)).config, torch.float32)
+
+
+def test_a_model_without_a_decoder_is_not_told_every_one_that_there_is() -> None:
+    with pytest.raises(ModelNotServable) as refused:
+        skeleton(AutoConfig.for_model("t5"), torch.float32)
+    assert "\n" not in refused.value.message
+    assert "LlamaConfig" not in refused.value.message
 
 
 def test_longrope_is_served_up_to_its_first_context(folder: Path) -> None:
