@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import struct
 from collections.abc import Callable
@@ -41,35 +40,6 @@ DEEPSEEK_V3 = {
     "qk_rope_head_dim": 64,
     "vocab_size": 129280,
 }
-
-
-@pytest.fixture
-def config_file(tmp_path: Path) -> Callable[[dict[str, Any]], str]:
-    def write(config: dict[str, Any]) -> str:
-        path = tmp_path / "config.json"
-        path.write_text(json.dumps(config))
-        return str(path)
-
-    return write
-
-
-DESCRIBED: dict[str, dict[str, Any]] = {}
-
-
-@pytest.fixture(autouse=True)
-def described_once(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """The same model is not described twice: each time is a process that imports transformers."""
-    describe = command.describe
-
-    def once(model: str, cache_dir: str) -> dict[str, Any]:
-        path = Path(model)
-        key = path.read_text() if path.suffix == ".json" and path.exists() else model
-        if key not in DESCRIBED:
-            DESCRIBED[key] = describe(model, cache_dir)
-        return copy.deepcopy({**DESCRIBED[key], "name": model or DESCRIBED[key]["name"]})
-
-    if "fails" not in request.node.name:
-        monkeypatch.setattr(command, "describe", once)
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -161,22 +131,6 @@ def test_a_quantised_cache_counts_its_scales(
 ) -> None:
     words = ["--model", config_file(LLAMA_70B), "--device-memory", "256GiB", "--kv-dtype", "int8"]
     assert answer(capsys, *words)["growing_bytes_per_token"] == 2 * 80 * 8 * (128 + 4)
-
-
-def test_what_a_server_would_refuse_is_not_said_to_be_served(
-    config_file: Callable[[dict[str, Any]], str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    shape = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 1000}
-    sees = {"model_type": "qwen2_5_vl", "vision_config": {"depth": 1}, **shape, "num_key_value_heads": 4}
-    for config, reason in (
-        (sees, "transformers has no model of that decoder alone"),
-        ({"model_type": "falcon", **shape}, "its attention is code of its own"),
-    ):
-        plan = answer(capsys, "--model", config_file(config), "--device-memory", "8GiB")
-        assert plan["allocated"]["served"] is False
-        assert reason in plan["allocated"]["reason"]
-        assert plan["contexts"][0]["allocated_max_sequences"] is None
-        assert plan["contexts"][0]["max_sequences"] > 0
 
 
 def test_the_table_says_both_lists(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -371,27 +325,6 @@ def test_a_state_space_model_is_as_dear_at_any_length(
     assert plan["growing_bytes_per_token"] == 0
     assert len(set(plan["max_sequences"].values())) == 1
     assert "recurrent state" in plan["allocated"]["reason"]
-
-
-def test_what_is_noted_is_so(
-    config_file: Callable[[dict[str, Any]], str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of experts where there are any, of the type and the context where the configuration is silent."""
-
-    def table(config: dict[str, Any], *words: str) -> str:
-        assert main(["plan", "--model", config_file(config), "--device-memory", "L4", *words]) == 0
-        return capsys.readouterr().out
-
-    hybrid = {"model_type": "nemotron_h", "hybrid_override_pattern": "M-*-", "num_hidden_layers": 4}
-    shape = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 256}
-    said = table({**hybrid, **shape, "torch_dtype": "float16"})
-    assert "experts a layer" not in said  # its class has defaults for them
-    assert "does not say what the model runs in" not in said
-    mpt = {"model_type": "mpt", "d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 8192}
-    said = table(mpt)
-    assert "(the model's own is 8,192)" in said
-    assert "does not say what the model runs in; bfloat16 is taken" in said
-    assert "bfloat16 is taken" not in table(mpt, "--dtype", "float16")
 
 
 def test_weights_of_an_unknown_number_format_are_said_to_be(
