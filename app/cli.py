@@ -22,6 +22,7 @@ commands:
   bench      measure any OpenAI-compatible server under load
   health     whether the server that runs here is well
   plan       what a model needs, and how much of it fits a device, before anything runs
+  replay     what each admission policy would make of a trace of requests, in simulated time
 
 `plimsoll COMMAND --help` explains a command's options. `plimsoll --version` says which version this is.
 """
@@ -74,6 +75,12 @@ def _plan(words: list[str]) -> int:
     return plan(words)
 
 
+def _replay(words: list[str]) -> int:
+    from app.replay.command import replay
+
+    return replay(words)
+
+
 def _health(words: list[str]) -> int:
     from app.health import health
 
@@ -85,6 +92,7 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "bench": _bench,
     "health": _health,
     "plan": _plan,
+    "replay": _replay,
 }
 
 

@@ -29,6 +29,7 @@ class Option:
     repeatable: bool  # its values are tuples, and add up
     secret: bool  # its value is never shown
     switch: bool  # on by being there, without a value
+    positional: bool  # its value may stand alone, without the flag
     known_as: tuple[str, ...]  # what other servers call it
 
     def env(self, prefix: str) -> str:
@@ -47,6 +48,7 @@ def option(
     repeatable: bool = False,
     secret: bool = False,
     switch: bool = False,
+    positional: bool = False,
     known_as: tuple[str, ...] = (),
     default_factory: Any = dataclasses.MISSING,
 ) -> Any:
@@ -61,6 +63,7 @@ def option(
         "repeatable": repeatable,
         "secret": secret,
         "switch": switch,
+        "positional": positional,
         "known_as": known_as,
     }
     made: Any = dataclasses.field(
@@ -128,11 +131,15 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 def read_flags(parser: argparse.ArgumentParser, options: Sequence[Option], argv: Sequence[str]) -> Given:
     """Raises UsageError for what is unknown, malformed, or given twice."""
     found, unknown = parser.parse_known_args(argv)
-    if unknown:
-        raise UsageError(_explain_unknown(parser.prog, unknown[0], options))
+    alone = [] if any(word.startswith("-") for word in unknown) else unknown
+    if unknown and not (alone and any(each.positional for each in options)):
+        wrong = next((word for word in unknown if word.startswith("-")), unknown[0])
+        raise UsageError(_explain_unknown(parser.prog, wrong, options))
     given = Given({}, {})
     for each in options:
         raw: list[str] = getattr(found, each.name, [])
+        if each.positional:
+            raw = [*raw, *alone]
         if len(raw) > 1 and not each.repeatable:
             shown = "" if each.secret else f" ({', '.join(raw)})"
             raise UsageError(f"{each.flag} is given {len(raw)} times{shown}; write it once.")

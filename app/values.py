@@ -89,6 +89,11 @@ def model_len(value: str) -> int | Literal["auto"]:
     return length
 
 
+def or_none(parse: Parse) -> Parse:
+    """`none` is a value, too."""
+    return lambda value: None if value == "none" else parse(value)
+
+
 def block_size(value: str) -> int:
     size: int = integer(1, 1024)(value)
     if size & (size - 1):
