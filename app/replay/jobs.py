@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import multiprocessing
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from multiprocessing.sharedctypes import Synchronized
@@ -47,8 +49,20 @@ Played: TypeAlias = tuple[Figures, tuple[tuple[Level, ...], ...]]
 
 def run_job(job: Job, on_progress: Callable[[int], None]) -> Played:
     simulation = Simulation(job.rows, job.setting, job.policy, replicas=job.replicas, routing=job.routing)
-    course = simulation.run(on_progress)
+    with _few_collections():
+        course = simulation.run(on_progress)
     return figures_of(course, job.slo), tuple(tuple(tally.levels) for tally in course.tallies)
+
+
+@contextlib.contextmanager
+def _few_collections() -> Iterator[None]:
+    """What a simulation makes is freed by its counts; looking for cycles took a fifth of the time."""
+    before = gc.get_threshold()
+    gc.set_threshold(200_000, 50, 50)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def run_all(jobs: Sequence[Job], workers: int, what: str) -> list[Outcome]:

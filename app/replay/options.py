@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from app.options import Given, UsageError, build_parser, option, options_of, read_flags
 from app.replay.presets import PRESETS, StepModelChoice, step_model
+from app.settings import Settings
 from app.values import (
     block_size,
     choice,
@@ -145,7 +146,7 @@ class ReplayOptions:
         "a step, of each token computed and of each token of context read, as 0.006,3.2e-5,4e-8.",
     )
     overflow_risk: float = option(
-        0.004,
+        Settings().overflow_risk,
         group=_SERVER,
         metavar="SHARE",
         parse=number(0.00001, 0.5),
