@@ -1,7 +1,7 @@
 """How long one more request would wait: what runs, and then the queue, played forward (forecast.py).
 
-Made anew when something has changed; with many in the house, at most once in a few steps, so that a crowd's
-arrivals cost a walk each and not a replay of the whole queue.
+Made anew when something has changed; with many in the house, at most once in a few steps, and the longer the
+wait, the more seldom: a crowd's arrivals cost a walk each and not a replay of the whole queue.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from model_runner.core.pace import Pace
 from model_runner.core.policy import Part, Policy
 
 _MANY = 64  # requests that run or wait
-_FRESH_STEPS = 4  # so long a forecast for many is good enough
+_FRESH_STEPS = 4  # so long a forecast for many is good enough,
+_FRESH_SHARE = 0.005  # and while it is younger than so much of the wait that it foresees
 
 
 class Waits:
@@ -29,6 +30,7 @@ class Waits:
         self._forecast: Forecast | None = None  # at the queue's tail
         self._made_at = 0.0
         self._outdated = False
+        self._foreseen = 0.0  # seconds, the last that was asked for
 
     def changed(self) -> None:
         """Something that forecasts depend on has."""
@@ -48,13 +50,15 @@ class Waits:
     ) -> float:
         """Seconds until there would be room for `ask` behind all of the `queue`."""
         many = num_waiting + len(self._ledger.reservations) > _MANY
-        fresh = many and now - self._made_at <= _FRESH_STEPS * self.pace.decode_seconds(1)
+        good_for = max(_FRESH_STEPS * self.pace.decode_seconds(1), _FRESH_SHARE * self._foreseen)
+        fresh = many and now - self._made_at <= good_for
         if self._forecast is None or (self._outdated and not fresh):
             self._forecast = self._make(queue, free_blocks, now)
             self._made_at, self._outdated = now, False
         footprint = sum(self._policy.footprint(part, 0) for part in ask.parts)
         places = self._ledger.places(ask.sequences)
-        return max(0.0, self._forecast.room_at(footprint, places) - now)
+        self._foreseen = max(0.0, self._forecast.room_at(footprint, places) - now)
+        return self._foreseen
 
     def tokens_left(self, part: Part, generated: int) -> float:
         """Of a part whose longest choice has come so far."""
