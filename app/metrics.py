@@ -96,6 +96,7 @@ class Metrics:
         self._settings = settings
         described = (tenant.policy.name for tenant in settings.tenants)
         self.tenant_labels = TenantLabels(settings.max_tenant_labels, described)
+        self._byte_seconds: dict[str, float] = {}  # by tenant label, of reservations that are over
         self._make_door_metrics()
         self._make_work_metrics()
         ProcessCollector(registry=self.registry)
@@ -216,6 +217,10 @@ class Metrics:
         if ending.abort_cause is not None:
             self._aborts.labels(ending.abort_cause).inc()
         self._duration.observe(ending.e2e_seconds)
+
+    def released(self, tenant: str, kv_byte_seconds: float) -> None:
+        label = self.tenant_labels.label(tenant)
+        self._byte_seconds[label] = self._byte_seconds.get(label, 0.0) + kv_byte_seconds
 
     def engine_restarted(self) -> None:
         self._restarts.inc()

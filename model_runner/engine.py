@@ -9,7 +9,7 @@ from model_runner.core.block_layout import BlockLayout
 from model_runner.core.output import Runner, SchedulerOutput
 from model_runner.core.pace import Pace
 from model_runner.core.scheduler import Scheduler
-from model_runner.messages import Submit
+from model_runner.messages import StepDone, Submit
 from model_runner.types import ChoiceOutput, StepStats
 
 
@@ -44,6 +44,10 @@ class StepResult:
             preempted_requests=len(self.preempted),
             recomputed_tokens=self.recomputed_tokens,
         )
+
+    def message(self, epoch: int, stats: StepStats) -> StepDone:
+        """What the API process is told of it."""
+        return StepDone(epoch, self.outputs, self.released, stats, self.grants, self.preempted)
 
 
 class EngineCore:

@@ -146,7 +146,7 @@ def serve(core: EngineCore, mailbox: _Mailbox) -> None:
         if result is not None:
             stats = result.stats(time.perf_counter() - started_at)
             core.observe(stats)
-            mailbox.send(StepDone(mailbox.epoch, result.outputs, result.released, stats, result.grants))
+            mailbox.send(result.message(mailbox.epoch, stats))
         elif released := core.drain():
             mailbox.send(StepDone(mailbox.epoch, [], released, None))
 

@@ -109,6 +109,7 @@ class StepDone(msgspec.Struct, frozen=True, tag="step"):
     stats: StepStats | None
     # (request id, blocks it may hold from now on) where that has changed; of engines that grant as they go.
     grants: list[tuple[str, int]] = []
+    preempted: list[str] = []  # request ids, in this step
 
 
 FromEngine: TypeAlias = Loading | Planned | Ready | StartFailed | StepDone

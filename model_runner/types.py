@@ -83,6 +83,7 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
     """One per HTTP completion request, whatever became of it: what log line and metrics are made from."""
 
     request_id: str
+    tenant: str
     reason: str  # a FinishReason's value
     code: str | None = None  # a Reason's value when it ended in an error
     abort_cause: str | None = None  # client_disconnected | shutdown | server_fault, when reason is abort
@@ -90,6 +91,9 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
     generated_tokens: int = 0
     choices: int = 1
     reserved_bytes: int = 0
+    preemptions: int = 0  # how often it had to give its cache back, and was computed again
+    predicted_tokens: float = 0.0  # of all choices, as the lengths of such answers had it when it came
+    predicted_wait_seconds: float | None = None  # when it was queued; None if it was not
     queue_seconds: float = 0.0
     run_seconds: float = 0.0  # from admission to the end
     e2e_seconds: float = 0.0
@@ -116,5 +120,8 @@ class EngineObserver(Protocol):
     def stepped(self, stats: StepStats) -> None: ...
 
     def ended(self, ending: Ending) -> None: ...
+
+    def released(self, tenant: str, kv_byte_seconds: float) -> None:
+        """A reservation is over: its bytes, summed over the time for which they were reserved."""
 
     def engine_restarted(self) -> None: ...

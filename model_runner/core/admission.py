@@ -177,6 +177,10 @@ class AdmissionController:
             ask, queue, num_waiting=len(self._queue), free_blocks=self.free_blocks, now=now
         )
 
+    def predict_tokens(self, ask: Ask) -> float:
+        """Of all its answers together, as long as such answers have been so far."""
+        return sum(self._waits.tokens_left(part, 0) * part.sequences for part in ask.parts)
+
     def patience(self, ask: Ask) -> float:
         """Seconds that it may wait."""
         return min(self.max_queue_seconds, ask.timeout_seconds)
@@ -218,14 +222,14 @@ class AdmissionController:
         self._waits.changed()
         return self._admit_from_queue(now)
 
-    def grant(self, grants: Iterable[tuple[str, int]]) -> None:
+    def grant(self, grants: Iterable[tuple[str, int]], now: float) -> None:
         """The engine says what these parts may hold from now on. One step's grants and releases come
         together: only their sum stays under the line.
 
         Raises KeyError for a part that was never let in.
         """
         for part_id, blocks in grants:
-            self.ledger.grant(part_id, blocks)
+            self.ledger.grant(part_id, blocks, now)
             self.policy.granted(part_id, blocks)
 
     def progress(self, part_id: str, generated_tokens: int, more: int = 1) -> None:
@@ -343,9 +347,8 @@ class AdmissionController:
 
     def _settle(self, reservation: Reservation, now: float) -> None:
         """Charge the tenant what it really took."""
-        part, tokens = reservation.part, reservation.generated_tokens
-        cost = self.policy.mean_blocks(part, tokens) * (now - reservation.since)
-        cost += self._prefill_cost(part) if tokens else 0.0
+        cost = reservation.block_seconds(now)
+        cost += self._prefill_cost(reservation.part) if reservation.generated_tokens else 0.0
         self._queue.settle(reservation.ask.tenant, reservation.predicted_cost, cost)
 
     def _count_for_tenant(self, ask: Ask) -> None:

@@ -77,6 +77,7 @@ class Dispatcher:
             raise error
         choices = [LiveChoice() for _ in range(ask.sequences)]
         request = LiveRequest(submission, ask, listener, now, projected_bytes, choices, len(choices))
+        request.predicted_tokens = self.admission.predict_tokens(ask)
         self._live[ask.ask_id] = request
         if isinstance(decision, Admitted):
             self.observer.decided("admitted", "", projected_bytes)
@@ -166,9 +167,13 @@ class Dispatcher:
             generated_tokens += generated
         if prompt_tokens or generated_tokens:
             self.observer.tokens(prompt=prompt_tokens, generated=generated_tokens)
-        self.admission.grant(step.grants)
+        self.admission.grant(step.grants, now)
+        for part_id in step.preempted:
+            if (found := self._parts.get(part_id)) is not None:  # None: nobody waits for it any more
+                found[0].preemptions += 1
         # The late go before anyone is let in: a request past its deadline must not be prefilled.
         self.expire(now)
+        self._tell_released(step.released, now)
         self._launch(self.admission.release(step.released, now), now)
 
     def engine_ready(self, epoch: int, now: float) -> None:
@@ -181,6 +186,7 @@ class Dispatcher:
         was running goes back to the head of the queue, to be run once more. What was queued is kept."""
         self.epoch = -1  # nobody's: words still in flight are ignored
         self.used_blocks = self.running_sequences = self.waiting_sequences = 0
+        self._tell_released(self.admission.ledger.reservations, now)
         self.admission.close()
         self._parts.clear()
         again: list[Ask] = []
@@ -209,6 +215,12 @@ class Dispatcher:
         self._launch(let_in, now)
 
     # ---- within
+
+    def _tell_released(self, part_ids: Iterable[str], now: float) -> None:
+        reservations = self.admission.ledger.reservations
+        for reservation in [reservations[part_id] for part_id in part_ids]:
+            byte_seconds = reservation.block_seconds(now) * self.layout.block_bytes
+            self.observer.released(reservation.ask.tenant, byte_seconds)
 
     def _price(self, submission: Submission, ask_id: str) -> Ask:
         params = submission.params
@@ -337,6 +349,7 @@ class Dispatcher:
         admitted_at = request.admitted_at
         ending = Ending(
             request_id=request.submission.request_id,
+            tenant=request.ask.tenant,
             reason=reason.value,
             code=None if error is None else error.reason.value,
             abort_cause=abort_cause,
@@ -344,6 +357,9 @@ class Dispatcher:
             generated_tokens=request.generated_tokens,
             choices=len(request.choices),
             reserved_bytes=0 if admitted_at is None else request.projected_bytes,
+            preemptions=request.preemptions,
+            predicted_tokens=request.predicted_tokens,
+            predicted_wait_seconds=request.predicted_wait_seconds,
             queue_seconds=(now if admitted_at is None else admitted_at) - request.arrived_at,
             run_seconds=0.0 if admitted_at is None else now - admitted_at,
             e2e_seconds=now - request.arrived_at,

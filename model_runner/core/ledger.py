@@ -35,10 +35,15 @@ class Reservation:
     ask: Ask
     part: Part
     blocks: int
-    since: float  # seconds on the caller's clock
+    since: float  # when it came to hold so many; seconds on the caller's clock
     predicted_cost: float
     generated_tokens: int = 0
     ending: bool = False  # nobody wants more of it: the engine gives its blocks back in its next step
+    block_seconds_before: float = 0.0  # up to `since`
+
+    def block_seconds(self, now: float) -> float:
+        """Its blocks, summed over the time for which it has held them."""
+        return self.block_seconds_before + self.blocks * (now - self.since)
 
 
 class Ledger:
@@ -70,11 +75,12 @@ class Ledger:
         self._sequences[ask.ask_id] = ask.sequences
         self.reserved_places += self.places(ask.sequences)
 
-    def grant(self, part_id: str, blocks: int) -> None:
+    def grant(self, part_id: str, blocks: int, now: float) -> None:
         """From now on it is so many. Raises KeyError for a part that holds no reservation."""
         reservation = self.reservations[part_id]
         self.reserved_blocks += blocks - reservation.blocks
-        reservation.blocks = blocks
+        reservation.block_seconds_before = reservation.block_seconds(now)
+        reservation.blocks, reservation.since = blocks, now
 
     def close(self, part_id: str) -> Reservation:
         """Raises KeyError for a part that holds no reservation: ledger and engine disagree."""

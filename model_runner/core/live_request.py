@@ -60,7 +60,9 @@ class LiveRequest:
     running: bool = False  # handed to the engine that is alive now
     delivered: bool = False  # the client has seen some of it: it can't be run again
     restart_unseen: bool = False
-    predicted_wait_seconds: float = 0.0  # what the door foresaw when it queued the request
+    predicted_wait_seconds: float | None = None  # what the door foresaw, if it queued the request
+    predicted_tokens: float = 0.0  # of all choices, when it came
+    preemptions: int = 0
     deaths: int = 0
     ended: bool = False
     unsaid: Ending | None = None  # a stop string may yet be found in its last tokens

@@ -57,9 +57,6 @@ class Policy(Protocol):
     def preempted(self, requests: int) -> None:
         """The line was reached, and so many had to give their blocks back."""
 
-    def mean_blocks(self, part: Part, generated_tokens: int) -> float:
-        """Blocks that it has had, in the mean over its life, when it ends after so many tokens."""
-
     def footprint(self, part: Part, generated_tokens: int) -> float:
         """Blocks that it takes up, in the mean over what is left of its life: what forecasts of waiting
         times count in."""
@@ -70,9 +67,6 @@ class Strict:
 
     def fits(self, parts: Sequence[Part], free_blocks: int) -> bool:
         return sum(part.blocks for part in parts) <= free_blocks
-
-    def mean_blocks(self, part: Part, generated_tokens: int) -> float:
-        return part.blocks
 
     def footprint(self, part: Part, generated_tokens: int) -> float:
         return part.blocks
@@ -190,10 +184,6 @@ class Predictive:
     def preempted(self, requests: int) -> None:
         for _ in range(requests):
             self.risk.preempted()
-
-    def mean_blocks(self, part: Part, generated_tokens: int) -> float:
-        half = max(generated_tokens // 2, 1)
-        return self._layout.request_blocks(part.prompt_tokens, half, part.sequences)
 
     def footprint(self, part: Part, generated_tokens: int) -> float:
         lengths = self.lengths.of(part.prompt_tokens, part.tenant)

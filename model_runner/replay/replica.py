@@ -19,7 +19,7 @@ from model_runner.core.pace import Pace
 from model_runner.core.policy import Policy, Predictive, Strict
 from model_runner.engine import EngineCore, StepResult
 from model_runner.errors import PlimsollError
-from model_runner.messages import Abort, StepDone, Submit, ToEngine
+from model_runner.messages import Abort, Submit, ToEngine
 from model_runner.replay.rivals import Greedy, Oracle
 from model_runner.replay.step_model import SimulatedRunner, StepModel
 from model_runner.replay.trace import Record
@@ -215,9 +215,7 @@ class Replica:
         tally.recomputed_tokens += result.recomputed_tokens
         tally.used_block_seconds += result.used_blocks * seconds
         stats = result.stats(seconds)
-        self.dispatcher.step_done(
-            StepDone(_EPOCH, result.outputs, result.released, stats, result.grants), self.now
-        )
+        self.dispatcher.step_done(result.message(_EPOCH, stats), self.now)
         if tally.steps % self._levels_every == 0:
             self._note_level(result.used_blocks)
 
@@ -287,6 +285,8 @@ class _Unobserved:
     def stepped(self, stats: StepStats) -> None: ...
 
     def ended(self, ending: Ending) -> None: ...
+
+    def released(self, tenant: str, kv_byte_seconds: float) -> None: ...
 
     def engine_restarted(self) -> None: ...
 

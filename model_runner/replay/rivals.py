@@ -36,9 +36,6 @@ class _Rival:
 
     def preempted(self, requests: int) -> None: ...
 
-    def mean_blocks(self, part: Part, generated_tokens: int) -> float:
-        return self._blocks(part.prompt_tokens + generated_tokens // 2)
-
     def free_for_forecast(self, footprints: float, free_blocks: int) -> float:
         return max(self._num_blocks - footprints, 0.0)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from datetime import datetime
 
 import pytest
+from msgspec.structs import replace
 
 from app import logs
 from model_runner.errors import InvalidRequest, KVCacheBudgetExceeded, QueueFull, Shortage, WaitTooLong
@@ -14,6 +15,7 @@ from model_runner.types import Ending
 
 ENDING = Ending(
     request_id="r-1",
+    tenant="default",
     reason="length",
     prompt_tokens=33,
     generated_tokens=200,
@@ -50,6 +52,16 @@ def test_one_line_for_each_ending_as_text() -> None:
     assert "code=" not in line
 
 
+def test_the_tenant_and_its_preemptions_are_told_where_there_is_anything_to_tell() -> None:
+    stream = lines("text")
+    logs.ending(ENDING)
+    assert "tenant" not in stream.getvalue()
+    assert "preemptions" not in stream.getvalue()
+    logs.ending(replace(ENDING, tenant="search", preemptions=2))
+    assert "request_id=r-1 tenant=search reason=length" in stream.getvalue()
+    assert "preemptions=2" in stream.getvalue()
+
+
 def test_one_line_for_each_ending_as_json() -> None:
     stream = lines("json")
     logs.ending(ENDING)
@@ -65,7 +77,7 @@ def test_one_line_for_each_ending_as_json() -> None:
 def test_an_error_is_louder_and_names_its_code() -> None:
     stream = lines("text", level="error")
     logs.ending(ENDING)
-    logs.ending(Ending(request_id="r-2", reason="error", code="internal_error"))
+    logs.ending(Ending(request_id="r-2", tenant="default", reason="error", code="internal_error"))
     assert stream.getvalue().count("\n") == 1
     assert "ERROR request ended request_id=r-2 reason=error code=internal_error" in stream.getvalue()
 

@@ -118,7 +118,9 @@ def test_events_are_counted(metrics: Metrics) -> None:
     metrics.tokens(prompt=33, generated=1)
     metrics.tokens(prompt=0, generated=4)
     metrics.stepped(StepStats(0.04, 33, 2, 3, 0, 12, 4))
-    metrics.ended(Ending(request_id="r", reason="abort", abort_cause="client_disconnected", e2e_seconds=2))
+    metrics.ended(
+        Ending(request_id="r", tenant="a", reason="abort", abort_cause="client_disconnected", e2e_seconds=2)
+    )
     metrics.engine_restarted()
     now = page(metrics)
     assert now["plimsoll_admissions_total[('decision', 'rejected'), ('reason', 'queue_full')]"] == 1

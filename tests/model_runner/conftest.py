@@ -31,6 +31,7 @@ class RecordingObserver:
         self.prompt_tokens = 0
         self.generated_tokens = 0
         self.steps: list[StepStats] = []
+        self.byte_seconds = 0.0
         self.restarts = 0
 
     def decided(self, decision: str, reason: str, projected_bytes: int) -> None:
@@ -54,6 +55,9 @@ class RecordingObserver:
 
     def ended(self, ending: Ending) -> None:
         self.endings.append(ending)
+
+    def released(self, tenant: str, kv_byte_seconds: float) -> None:
+        self.byte_seconds += kv_byte_seconds
 
     def engine_restarted(self) -> None:
         self.restarts += 1

@@ -34,6 +34,7 @@ class Recorder:
         self.errors: list[PlimsollError | None] = []
         self.seconds: list[float] = []
         self.counted = (0, 0)
+        self.byte_seconds: dict[str, float] = {}
 
     def decided(self, decision: str, reason: str, projected_bytes: int) -> None: ...
 
@@ -49,6 +50,9 @@ class Recorder:
         self.counted = (self.counted[0] + prompt, self.counted[1] + generated)
 
     def stepped(self, stats: StepStats) -> None: ...
+
+    def released(self, tenant: str, kv_byte_seconds: float) -> None:
+        self.byte_seconds[tenant] = self.byte_seconds.get(tenant, 0.0) + kv_byte_seconds
 
     def engine_restarted(self) -> None: ...
 
@@ -149,6 +153,30 @@ def test_times_and_tokens_are_counted() -> None:
     (ending,) = house.told.endings
     assert (ending.reason, ending.generated_tokens, ending.e2e_seconds) == ("stop", 4, 1.0)
     assert house.told.errors == [None]
+
+
+def test_an_ending_says_what_had_been_foreseen_and_what_befell_it() -> None:
+    house = House()
+    first, second = house.submit(6), house.submit(8)
+    (part,) = first.ask.parts
+    stats = StepStats(0.01, 0, 1, 1, 0, 1, 1, preempted_requests=1)
+    steps = [
+        StepDone(1, [], [], stats, preempted=[part.part_id, "of somebody who has left"]),
+        StepDone(1, [], [], stats, preempted=[part.part_id]),
+        StepDone(1, [ChoiceOutput(part.part_id, 0, [5], None, FinishReason.STOP)], [part.part_id], stats),
+    ]
+    for now, step in enumerate(steps, start=1):
+        house.dispatcher.step_done(step, float(now))
+    house.dispatcher.abort(second, "client_disconnected", 4.0)
+    done, left = house.told.endings
+    assert (done.tenant, done.preemptions, done.predicted_wait_seconds) == ("default", 2, None)
+    assert done.predicted_tokens == 96, "without any learned lengths: its max_tokens"
+    assert left.predicted_wait_seconds == pytest.approx(0.961)
+    assert (left.queue_seconds, left.preemptions) == (3.0, 0)
+    block = SPEC.block_bytes
+    assert house.told.byte_seconds == {"default": 3.0 * 6 * block}
+    house.dispatcher.engine_died(5.0)
+    assert house.told.byte_seconds == {"default": 3.0 * 6 * block + 2.0 * 8 * block}
 
 
 @pytest.mark.parametrize("how", ["stop string", "hang-up"])

@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 from collections import deque
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -38,7 +39,9 @@ from tests.model_runner.core.witnesses import (
     Client,
     CountingRunner,
     Observer,
+    check_retry,
     make_layout,
+    the_advice_is_right,
     what_was_finished_is_whole,
 )
 
@@ -57,7 +60,7 @@ class TwoProcesses(RuleBasedStateMachine):
     def begin(self, window: int | None, num_blocks: int, max_num_seqs: int) -> None:
         self.layout = make_layout(window)
         self.num_blocks, self.max_num_seqs = num_blocks, max_num_seqs
-        self.now = 100.0
+        self.now, self.reserved_block_seconds = 100.0, 0.0
         self.observer = Observer()
         self.admission = AdmissionController(
             num_blocks=num_blocks,
@@ -134,26 +137,14 @@ class TwoProcesses(RuleBasedStateMachine):
             client.request = self.dispatcher.submit(submission, client, self.now)
         except KVCacheBudgetExceeded as error:
             assert never_fits
-            self.check_advice(error, prompts, n)
+            the_advice_is_right(error, self.layout, self.num_blocks, prompts, n)
         except LoadError as error:
             assert not never_fits
-            self.check_retry(error)
+            check_retry(error)
         else:
             assert not never_fits
             assert client.request.projected_bytes == price * self.layout.block_bytes
             self.clients.append(client)
-
-    def check_retry(self, error: LoadError) -> None:
-        assert 0 <= error.retry_after_seconds < 1000
-
-    def check_advice(self, error: KVCacheBudgetExceeded, prompts: list[int], n: int) -> None:
-        def price(max_tokens: int) -> int:
-            return sum(self.layout.request_blocks(length, max_tokens, n) for length in prompts)
-
-        largest = error.largest_max_tokens
-        assert largest == 0 or price(largest) <= self.num_blocks
-        assert price(largest + 1) > self.num_blocks
-        assert error.required_bytes > error.budget_bytes == self.num_blocks * self.layout.block_bytes
 
     @rule(which=st.integers(0, 9), again=st.booleans())
     def abort(self, which: int, again: bool) -> None:
@@ -200,8 +191,7 @@ class TwoProcesses(RuleBasedStateMachine):
         self.dispatcher.read_to_end(client.request)
         assert client.request.unsaid is None
         ending = self.observer.endings[-1]
-        reasons = {choice.finish_reason for choice in client.request.choices}
-        assert (ending.reason == "length") == (FinishReason.LENGTH in reasons)
+        assert (ending.reason == "length") == (client.request.how_finished is FinishReason.LENGTH)
 
     @precondition(lambda self: self.dispatcher.num_live)
     @rule(data=st.data())
@@ -220,9 +210,13 @@ class TwoProcesses(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 7.0, 21.0]), tick=st.booleans())
     def time_passes(self, seconds: float, tick: bool) -> None:
-        self.now += seconds
+        self.pass_time(seconds)
         if tick:
             self.dispatcher.expire(self.now)
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.reserved_block_seconds += self.admission.reserved_blocks * seconds
 
     # ---- messages and steps
 
@@ -267,7 +261,7 @@ class TwoProcesses(RuleBasedStateMachine):
         if result is not None:
             stats = result.stats(0.1)
             self.preempted += len(result.preempted)
-            step = StepDone(self.epoch, result.outputs, result.released, stats, result.grants)
+            step = result.message(self.epoch, stats)
         else:
             step = StepDone(self.epoch, [], self.engine.drain(), None)
         if step.stats or step.released:
@@ -280,7 +274,7 @@ class TwoProcesses(RuleBasedStateMachine):
         assert isinstance(step, StepDone)
         reserved = self.admission.reserved_blocks
         current = step.epoch == self.dispatcher.epoch
-        self.now += 0.001
+        self.pass_time(0.001)
         self.dispatcher.step_done(step, self.now)
         for client in self.living:
             if client.submission.streaming and client.collected:
@@ -333,6 +327,7 @@ class TwoProcesses(RuleBasedStateMachine):
         self.the_ledger_is_the_sum_of_its_reservations()
         self.no_request_holds_more_than_it_has_reserved()
         self.every_request_ends_once()
+        self.byte_seconds_are_what_was_reserved()
         self.the_queue_is_bounded_and_its_head_can_run()
 
     @invariant()
@@ -367,6 +362,11 @@ class TwoProcesses(RuleBasedStateMachine):
         assert self.observer.accepted == len(self.clients) == ended + self.dispatcher.num_live
         for client in self.clients:
             assert client.request.ended == bool(client.endings)
+
+    @invariant()
+    def byte_seconds_are_what_was_reserved(self) -> None:
+        held = sum(one.block_seconds(self.now) for one in self.admission.ledger.reservations.values())
+        assert held + self.observer.block_seconds(self.layout) == pytest.approx(self.reserved_block_seconds)
 
     @invariant()
     def the_queue_is_bounded_and_its_head_can_run(self) -> None:

@@ -9,7 +9,7 @@ from model_runner.core.block_layout import BlockLayout
 from model_runner.core.kv_spec import KVCacheSpec
 from model_runner.core.live_request import LiveRequest, Submission
 from model_runner.core.output import RunnerOutput, SchedulerOutput
-from model_runner.errors import EngineDied, PlimsollError, QueueTimeout
+from model_runner.errors import EngineDied, KVCacheBudgetExceeded, LoadError, PlimsollError, QueueTimeout
 from model_runner.types import ChoiceOutput, Ending, FinishReason, StepStats
 
 EOS, FIRST_TOKEN = 0, 10
@@ -86,6 +86,7 @@ class Observer:
     def __init__(self) -> None:
         self.endings: list[Ending] = []
         self.accepted = 0
+        self.byte_seconds = 0.0
 
     def decided(self, decision: str, reason: str, projected_bytes: int) -> None:
         assert projected_bytes > 0
@@ -109,8 +110,30 @@ class Observer:
     def ended(self, ending: Ending) -> None:
         self.endings.append(ending)
 
+    def released(self, tenant: str, kv_byte_seconds: float) -> None:
+        self.byte_seconds += kv_byte_seconds
+
+    def block_seconds(self, layout: BlockLayout) -> float:
+        return self.byte_seconds / layout.block_bytes
+
     def engine_restarted(self) -> None:
         pass
+
+
+def check_retry(error: LoadError) -> None:
+    assert 0 <= error.retry_after_seconds < 1000
+
+
+def the_advice_is_right(
+    error: KVCacheBudgetExceeded, layout: BlockLayout, num_blocks: int, prompts: list[int], n: int
+) -> None:
+    def price(max_tokens: int) -> int:
+        return sum(layout.request_blocks(length, max_tokens, n) for length in prompts)
+
+    largest = error.largest_max_tokens
+    assert largest == 0 or price(largest) <= num_blocks
+    assert price(largest + 1) > num_blocks
+    assert error.required_bytes > error.budget_bytes == num_blocks * layout.block_bytes
 
 
 def what_was_finished_is_whole(clients: list[Client]) -> None:
