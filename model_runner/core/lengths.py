@@ -23,7 +23,7 @@ exposure in tokens it is the piecewise exponential model of survival analysis.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from itertools import pairwise
 from math import exp, log, log2
@@ -106,6 +106,21 @@ class LengthModel:
         at_start = exp(bins.interpolate(self._log_middle, generated))
         area = self._area_to(generated + most) - self._area_to(generated)
         return min(max(area / at_start, 1.0), float(most))
+
+    def quantiles_left(self, generated: int, most: int, parts: int) -> list[float]:
+        """The moments, in tokens from now and at most `most`, by which the middles of so many equally likely
+        parts of all such answers have ended."""
+        self._refresh()
+        edges, curve = self._bins.edges, self._log_middle
+        start = self._bins.interpolate(curve, generated)
+        moments = []
+        for part in range(parts):
+            goal = start + log(1.0 - (part + 0.5) / parts)
+            j = min(bisect_left(curve, -goal, key=lambda value: -value), len(curve) - 1)
+            slope = (curve[j] - curve[j - 1]) / (edges[j] - edges[j - 1])
+            at = edges[j - 1] + ((goal - curve[j - 1]) / slope if slope else 0.0)
+            moments.append(min(max(at - generated, 1.0), float(most)))
+        return moments
 
     def _area_to(self, length: int) -> float:
         bins = self._bins

@@ -16,6 +16,7 @@ class Pace:
 
     decode_step_seconds: float  # of a step that only decodes
     prefill_tokens_per_second: float
+    sequence_seconds: float = 0.0  # that each further sequence adds to it
     # From one token of a sequence to its next, prompts of others that are read in between included: what
     # those who run really advance by. None until the first step has been seen.
     token_seconds: float | None = None

@@ -193,7 +193,11 @@ class Predictive:
         )
 
     def free_for_forecast(self, footprints: float, free_blocks: int) -> float:
-        return max(_FULL * self.num_blocks - footprints, 0.0)
+        free = max(_FULL * self.num_blocks - footprints, 0.0)
+        # A house that is nearly full and lets nobody in has room for half of one, in the mean.
+        if self._running and footprints > _FULL / 2 * self.num_blocks:
+            free = min(free, footprints / len(self._running) / 2)
+        return free
 
     def _look_again(self) -> None:
         if self._stale or self._tokens_since > _FRESH_TOKENS * len(self._running):

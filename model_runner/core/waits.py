@@ -6,7 +6,7 @@ wait, the more seldom: a crowd's arrivals cost a walk each and not a replay of t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from model_runner.core.forecast import Forecast
 from model_runner.core.ledger import Ask, Ledger
@@ -15,6 +15,7 @@ from model_runner.core.pace import Pace
 from model_runner.core.policy import Part, Policy
 
 _MANY = 64  # requests that run or wait
+_ENDS = 4  # moments at which one that runs is foreseen to end, a part of it at each
 _FRESH_STEPS = 4  # so long a forecast for many is good enough,
 _FRESH_SHARE = 0.005  # and while it is younger than so much of the wait that it foresees
 
@@ -67,14 +68,22 @@ class Waits:
             return left
         return self._lengths.of(part.prompt_tokens, part.tenant).mean_left(generated, left)
 
+    def _ends(self, part: Part, generated: int) -> float | Sequence[float]:
+        left = max(part.max_tokens - generated, 1)
+        if self._lengths is None:
+            return left
+        return self._lengths.of(part.prompt_tokens, part.tenant).quantiles_left(generated, left, _ENDS)
+
     def _make(self, queue: Iterable[Ask], free_blocks: int, now: float) -> Forecast:
         running = list(self._ledger.with_places())
         footprints = [self._policy.footprint(one.part, one.generated_tokens) for one, _ in running]
+        free = self._policy.free_for_forecast(sum(footprints), free_blocks)
         forecast = Forecast(
             self.pace,
             now=now,
-            free_blocks=self._policy.free_for_forecast(sum(footprints), free_blocks),
+            free_blocks=free,
             free_sequences=self._ledger.max_num_seqs - self._ledger.reserved_places,
+            token_seconds=self._token_seconds([one.part for one, _ in running], free + sum(footprints)),
         )
         for (one, places), footprint in zip(running, footprints, strict=True):
             generated = one.generated_tokens
@@ -82,12 +91,23 @@ class Waits:
                 blocks=footprint,
                 sequences=places,
                 prompt_tokens_left=0 if generated or one.ending else one.part.prompt_tokens,
-                tokens_left=1 if one.ending else self.tokens_left(one.part, generated),
+                tokens_left=1 if one.ending else self._ends(one.part, generated),
                 since=now,
             )
         for ask in queue:
             self._foresee(forecast, ask)
         return forecast
+
+    def _token_seconds(self, parts: Sequence[Part], room: float) -> float | None:
+        """Of a full house, before any step was seen: N sequences at once, in whose every step N / length of
+        them end, and the prompts of as many others are computed. None once it is measured."""
+        if self.pace.token_seconds is not None or self._lengths is None or not parts:
+            return None
+        mean = room / sum(self._policy.footprint(part, 0) for part in parts)
+        sequences = min(mean * sum(part.sequences for part in parts), self._ledger.max_num_seqs)
+        length = sum(self.tokens_left(part, 0) for part in parts) / len(parts)
+        prefill = sum(self.pace.prefill_seconds(part.prompt_tokens) for part in parts) / len(parts)
+        return self.pace.decode_step_seconds + sequences * (self.pace.sequence_seconds + prefill / length)
 
     def _foresee(self, forecast: Forecast, ask: Ask) -> None:
         places_left = self._ledger.places(ask.sequences)

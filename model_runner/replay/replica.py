@@ -29,6 +29,7 @@ NEVER = float("inf")
 _NO_BOUND = 10**9
 _EPOCH = 1
 _TOLD_EVERY = 64  # steps
+_CONTEXT_OF_ONE = 1024  # tokens, of a sequence, before anything is known of it
 _MOST_LEVELS = 4000  # kept of the cache's course; past that, every other one goes
 POLICIES = ("strict", "predictive", "greedy", "oracle")
 
@@ -94,7 +95,11 @@ class Replica:
             max_num_seqs=setting.max_num_seqs,
             max_queue_requests=setting.max_queue_requests if bounded else _NO_BOUND,
             max_queue_seconds=setting.max_queue_seconds if bounded else NEVER,
-            pace=Pace(step.seconds(1, 0), 1 / max(step.per_token, 1e-12)),
+            pace=Pace(
+                step.seconds(1, 0),
+                1 / max(step.per_token, 1e-12),
+                step.seconds(1, _CONTEXT_OF_ONE) - step.base,
+            ),
             policy=self.policy,
             lengths=lengths,
             max_passes=MAX_PASSES if bounded else 0,
