@@ -36,7 +36,6 @@ from model_runner.errors import Reason
 MAX_PASSES = 8  # what a server allows
 # The share of what it may wait after which nothing passes a request any more, and its priority rises.
 _AGING_SHARE = 0.25
-_MOST_AGING_SECONDS = 10.0
 _CANDIDATES = 8  # looked at, each time, for one that fits
 
 
@@ -94,7 +93,7 @@ class AdmissionController:
         self._open = False
         self._queue: FairQueue[Ask] = FairQueue(
             self.tenants,
-            aging_seconds=min(max(_AGING_SHARE * max_queue_seconds, 0.1), _MOST_AGING_SECONDS),
+            aging_seconds=max(_AGING_SHARE * max_queue_seconds, 0.1),
             max_passes=max_passes,
         )
         self._priced: dict[str, int] = {}  # by tenant with a limit: blocks, of those that run or wait
