@@ -13,7 +13,7 @@ of several. Each believes what it has seen itself, and as much as a few answers'
 What was long ago counts less, by halves; and so that few observations are not believed too much, there are
 two ways to ask:
 
-- `log_survival` is careful: as if an answer more had come by and went on. It goes towards 0 (nobody ends
+- `log_survival` is careful: as if half an answer more had come by and went on. It goes towards 0 (nobody ends
   before max_tokens, which is what strict admission assumes) while nothing has been seen.
 - `mean_left` is a guess at the middle: where nothing has been seen, of the lengths that chats have.
 
@@ -34,7 +34,7 @@ STEP = 8  # tokens between two entries of `log_survival`
 
 _NARROW_TO = 32  # tokens; bins are 4 wide up to here,
 _GROWTH = 1.08  # and then grow by this
-_NEVER_ENDING = 1.0  # so many imagined answers run through every bin
+_NEVER_ENDING = 0.5  # so many imagined answers run through every bin
 _TAIL = 2.0  # past all that was seen, answers are taken to grow rare like a power law with this exponent,
 _SPEAKS_OF_A_TAIL = 8  # half as fast while only so many have been seen, and not at all before the first
 _OF_PARENT = 2.0  # a class believes its parent as much as so many answers of its own

@@ -13,7 +13,7 @@ all moments: short answers have given their blocks back before long ones need th
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import exp, sqrt
 
@@ -48,26 +48,26 @@ class Outlook:
     def clear(self) -> None:
         self._mean = [0.0] * len(self._moments)
         self._variance = [0.0] * len(self._moments)
+        self._most = [0] * len(self._moments)
 
     def add(self, running: Iterable[Running]) -> None:
-        for one in running:
-            for index, (mean, variance) in enumerate(self._share(one)):
-                self._mean[index] += mean
-                self._variance[index] += variance
+        _add(running, self._share, self._mean, self._variance, self._most)
 
-    def peak(self, z: float, more: Iterable[Running] = ()) -> float:
-        """Blocks that the sum will pass only with the risk that `z` deviations stand for."""
-        means, variances = self._mean, self._variance
-        for one in more:
-            shares = self._share(one)
-            means, variances = means.copy(), variances.copy()
-            for index, (mean, variance) in enumerate(shares):
-                means[index] += mean
-                variances[index] += variance
-        return max(mean + z * sqrt(variance) for mean, variance in zip(means, variances, strict=True))
+    def peak(self, z: float, more: Sequence[Running] = ()) -> float:
+        """Blocks that the sum will pass only with the risk that `z` deviations stand for; never more than if
+        all ran on."""
+        mean, variance, most = self._mean, self._variance, self._most
+        if more:
+            mean, variance, most = mean.copy(), variance.copy(), most.copy()
+            _add(more, self._share, mean, variance, most)
+        return max(
+            min(expected + z * sqrt(spread), bound)
+            for expected, spread, bound in zip(mean, variance, most, strict=True)
+        )
 
-    def _share(self, one: Running) -> list[tuple[float, float]]:
-        """(mean, variance) of what it holds, at each moment until it must have ended."""
+    def _share(self, one: Running) -> list[tuple[float, int]]:
+        """(the chance that it still runs, blocks that it holds then), at each moment until it must have
+        ended."""
         table = one.lengths.log_survival()
         last = len(table) - 1
         now = table[min(one.generated // STEP, last)]
@@ -88,13 +88,28 @@ class Outlook:
             else:
                 p = 1.0 - (1.0 - p) ** n
                 blocks = self._layout.request_blocks(one.prompt_tokens, one.generated + at + 1, n)
-            shares.append((p * blocks, p * (1.0 - p) * blocks * blocks))
+            shares.append((p, blocks))
         return shares
+
+
+def _add(
+    running: Iterable[Running],
+    share: Callable[[Running], list[tuple[float, int]]],
+    mean: list[float],
+    variance: list[float],
+    most: list[int],
+) -> None:
+    for one in running:
+        for index, (p, blocks) in enumerate(share(one)):
+            expected = p * blocks
+            mean[index] += expected
+            variance[index] += (1.0 - p) * expected * blocks
+            most[index] += blocks
 
 
 def _moments(longest: int) -> list[int]:
     """Tokens ahead: every 8 at first, then by a quarter more each time; the last is past every end."""
-    moments = [0, 8, 16, 24, 32]
+    moments = list(range(0, 72, 8))
     while moments[-1] <= longest:
         moments.append(-(-moments[-1] * 5 // 4 // 8) * 8)
     return moments
