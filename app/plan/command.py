@@ -70,6 +70,7 @@ def make_report(options: PlanOptions, model: dict[str, Any]) -> Report:
     spec = _price(config, kv_dtype, dtype, ranks)
     weights = _weights(model["weights"], config, kept_in, dtype, ranks)
     limit = _longest_context(config)
+    served_limit = model["served_context"] or limit
     contexts = options.context or _contexts(limit)
     usable = memory.usable_bytes
     if usable <= weights.total_bytes:
@@ -87,10 +88,11 @@ def make_report(options: PlanOptions, model: dict[str, Any]) -> Report:
         layout,
         weights,
         Device(card.memory_bytes, bandwidth),
-        kv_budget_bytes=memory.kv_bytes(weights.total_bytes, layout, limit),
+        kv_budget_bytes=memory.kv_bytes(weights.total_bytes, layout, served_limit),
         contexts=contexts,
         batches=options.batch,
         limit=limit,
+        served_limit=served_limit,
         headroom_blocks=headroom,
     )
     described = model["weights"]
@@ -108,7 +110,7 @@ def make_report(options: PlanOptions, model: dict[str, Any]) -> Report:
         weights_uncounted=tuple(described["uncounted"]),
     )
     silent = _is_dtype_assumed(options, model)
-    return Report(about, described, limit, made, why_not, memory.how_used, silent, options)
+    return Report(about, described, limit, served_limit, made, why_not, memory.how_used, silent, options)
 
 
 def _price(config: dict[str, Any], kv_dtype: str, dtype: str, ranks: int) -> KVCacheSpec:

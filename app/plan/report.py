@@ -20,6 +20,7 @@ class Report:
     about: About
     stored: dict[str, Any]  # as model_description.Weights
     longest_context: int  # the model's, or what is taken for it where the configuration states none
+    served_context: int  # that a server would take
     plan: Plan
     why_not_served: str  # "" when Plimsoll serves it
     how_used: str  # the device's memory, in words
@@ -173,6 +174,11 @@ def _notes(report: Report) -> str:
         notes.append(
             f"The model was made for {report.longest_context:,} tokens; longer contexts are priced all the "
             "same."
+        )
+    if report.plan.layout is not None and report.served_context < report.longest_context:
+        notes.append(
+            f"Plimsoll serves up to {report.served_context:,} tokens: beyond, this model turns positions "
+            "otherwise in a\nbatch than alone (longrope)."
         )
     if report.plan.device.bandwidth is None:
         notes.append("Without --memory-bandwidth, or a card's name, there is no speed to tell.")

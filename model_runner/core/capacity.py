@@ -104,14 +104,15 @@ class Plan:
         half = half_ceiling_batch(self.weights, need) if need else None
         return AtContext(context, tokens, need, allocated, most, most_allocated, step, speed, half)
 
-    def at_batch(self, sequences: int, limit: int) -> AtBatch:
+    def at_batch(self, sequences: int, limit: int, served_limit: int) -> AtBatch:
         most = cached_tokens(limit)
         longest = _context_of(self.spec.longest_context(sequences, self.kv_budget_bytes, most), limit)
         allocated = None
         if self.layout is not None:
             assert self.num_blocks is not None
             budget = self.num_blocks * self.layout.block_bytes
-            allocated = _context_of(self.layout.longest_context(sequences, budget, most), limit)
+            most = cached_tokens(served_limit)
+            allocated = _context_of(self.layout.longest_context(sequences, budget, most), served_limit)
         need = self.spec.sequence_bytes(cached_tokens(longest))
         step, speed = self._speed(sequences if longest else 0, need)
         return AtBatch(sequences, longest, allocated, step, speed)
@@ -152,10 +153,12 @@ def make_plan(
     contexts: tuple[int, ...],
     batches: tuple[int, ...],
     limit: int,
+    served_limit: int | None = None,
     headroom_blocks: int = 0,
 ) -> Plan:
-    """`layout` is None where Plimsoll does not serve the model; `limit` is its longest context, in tokens.
-    `headroom_blocks` of the budget are kept aside for prefills in flight."""
+    """`layout` is None where Plimsoll does not serve the model; `limit` is its longest context, in tokens,
+    and `served_limit` the longest that Plimsoll takes, where that is less. `headroom_blocks` of the budget
+    are kept aside for prefills in flight."""
     empty = Plan(spec, layout, weights, device, kv_budget_bytes, headroom_blocks, (), ())
     return Plan(
         spec,
@@ -165,7 +168,7 @@ def make_plan(
         kv_budget_bytes,
         headroom_blocks,
         tuple(empty.at_context(context) for context in contexts),
-        tuple(empty.at_batch(sequences, limit) for sequences in batches),
+        tuple(empty.at_batch(sequences, limit, served_limit or limit) for sequences in batches),
     )
 
 

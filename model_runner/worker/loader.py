@@ -48,17 +48,21 @@ class Source:
 
     @property
     def context(self) -> int | None:
-        """The longest sequence that is computed rightly, in tokens, when the config says so.
+        return served_context(self.config)
 
-        That is what the model was made for, but with `longrope` only up to the length it was first trained
-        at: beyond that, transformers rotates a sequence otherwise in a batch than alone.
-        """
-        declared: int | None = getattr(self.config, "max_position_embeddings", None)
-        rope: dict[str, Any] = getattr(self.config, "rope_parameters", None) or {}
-        original: int | None = rope.get("original_max_position_embeddings")
-        if rope.get("rope_type") == "longrope" and original and declared:
-            return min(original, declared)
-        return declared
+
+def served_context(config: PreTrainedConfig) -> int | None:
+    """The longest sequence that a decoder computes rightly, in tokens, when its config says so.
+
+    That is what the model was made for, but with `longrope` only up to the length it was first trained at:
+    beyond that, transformers rotates a sequence otherwise in a batch than alone.
+    """
+    declared: int | None = getattr(config, "max_position_embeddings", None)
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    original: int | None = rope.get("original_max_position_embeddings")
+    if rope.get("rope_type") == "longrope" and original and declared:
+        return min(original, declared)
+    return declared
 
 
 def read_source(files: ModelFiles) -> Source:

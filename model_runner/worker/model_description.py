@@ -34,7 +34,7 @@ from model_runner import model_files
 from model_runner.core.config_checks import check_config
 from model_runner.core.packing import Packing, find_packing, method_of
 from model_runner.errors import ModelNotServable, StartupError
-from model_runner.worker.loader import read_source, skeleton
+from model_runner.worker.loader import read_source, served_context, skeleton
 from model_runner.worker.machine import describe_machine
 from model_runner.worker.model_config import UNREADABLE, dtype_of, reason_of, resolved
 from model_runner.worker.weight_parts import UNREAD, Part, is_of_tower, parts, total, without_tied_output
@@ -77,9 +77,10 @@ class _Tensor:
 
 
 def describe(model: str, cache_dir: str) -> dict[str, Any]:
-    """{"name", "architecture", "config", "has_decoder", "weights", "machine"}: the class that the
-    configuration names, its fields resolved, whether transformers has a model of the decoder alone, Weights,
-    and what a server would find on this machine, as plain data.
+    """{"name", "architecture", "config", "served_context", "has_decoder", "weights", "machine"}: the class
+    that the configuration names, its fields resolved, the longest context that a server would take, whether
+    transformers has a model of the decoder alone, Weights, and what a server would find on this machine, as
+    plain data.
 
     `model` is a directory (with or without weights), a hub id, a config.json, a .gguf file, or "" for the
     embedded model. Raises StartupError, with the reason, for what can't be read.
@@ -109,6 +110,7 @@ def _described(name: str, config: PreTrainedConfig, weights: Weights) -> dict[st
         "name": name,
         "architecture": next(iter(config.architectures or ()), None),
         "config": resolved(config),
+        "served_context": served_context(config.get_text_config(decoder=True)),
         "has_decoder": type(config.get_text_config(decoder=True)) in MODEL_FOR_CAUSAL_LM_MAPPING,
         "weights": asdict(weights),
     }

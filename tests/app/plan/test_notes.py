@@ -29,6 +29,29 @@ def test_what_a_server_would_refuse_is_not_said_to_be_served(
         assert plan["contexts"][0]["max_sequences"] > 0
 
 
+def test_of_longrope_plimsoll_serves_the_first_context_alone(
+    config_file: Callable[[dict[str, Any]], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    config = {
+        "model_type": "phi3",
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "vocab_size": 256,
+        "pad_token_id": 0,
+        "max_position_embeddings": 8192,
+        "original_max_position_embeddings": 1024,
+        "rope_scaling": {"type": "longrope", **factors},
+    }
+    words = ["plan", "--model", config_file(config), "--device-memory", "L4", "--batch", "1"]
+    assert main([*words, "--format", "json"]) == 0
+    (batch,) = json.loads(capsys.readouterr().out)["batches"]
+    assert (batch["longest_context"], batch["allocated_longest_context"]) == (8192, 1024)
+    assert main(words) == 0
+    assert "Plimsoll serves up to 1,024 tokens" in capsys.readouterr().out
+
+
 def test_what_is_noted_is_so(
     config_file: Callable[[dict[str, Any]], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
