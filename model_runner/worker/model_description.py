@@ -200,6 +200,8 @@ def _of_folder(folder: Path, config: PreTrainedConfig, quantisation: Mapping[str
         files = [folder / name for name in sorted(set(listed["weight_map"].values()))]
         if not all(file.is_file() for file in files):
             total_size = int(listed["metadata"]["total_size"])
+            if total_size < 1:
+                raise ValueError(f"its total_size is {total_size}")
             return replace(_count(config, quantisation), stored_bytes=total_size)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise StartupError(
@@ -211,11 +213,13 @@ def _of_folder(folder: Path, config: PreTrainedConfig, quantisation: Mapping[str
 def _files_without_index(folder: Path) -> list[Path]:
     """model.safetensors alone, as transformers would load it, else shards of that name. Repositories keep the
     same weights a second time under other names (Mistral's consolidated.safetensors): those count only where
-    they are all there is."""
+    they are all there is. None where some of their number are missing, as after half a download."""
     whole = folder / "model.safetensors"
     if whole.is_file():
         return [whole]
-    return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
+    files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
+    numbers = [re.search(r"-of-0*(\d+)\.safetensors$", file.name) for file in files]
+    return [] if any(of and int(of[1]) > len(files) for of in numbers) else files
 
 
 def _safetensors(files: Iterable[Path]) -> dict[str, _Tensor]:

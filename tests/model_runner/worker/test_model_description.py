@@ -127,6 +127,14 @@ def test_a_copy_of_the_weights_under_another_name_is_not_counted(tmp_path: Path)
     assert weights_of(tmp_path)["stored_bytes"] == 8224
 
 
+def test_half_a_download_is_not_taken_for_the_whole(tmp_path: Path) -> None:
+    (write(tmp_path) / "model-00001-of-00002.safetensors").write_bytes(STORED)
+    weights = weights_of(tmp_path)
+    assert (weights["source"], weights["parameters"]) == ("config", PARAMETERS)
+    (tmp_path / "model-00002-of-00002.safetensors").write_bytes(safetensors({"norm": ("BF16", [64], 128)}))
+    assert weights_of(tmp_path)["stored_bytes"] == 2 * 4096 + 32 + 128
+
+
 def test_an_index_alone_tells_the_total(tmp_path: Path) -> None:
     index = {"metadata": {"total_size": 123456}, "weight_map": {"lm_head.weight": "part.safetensors"}}
     (write(tmp_path) / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -223,6 +231,11 @@ def test_names_tell_what_a_step_does_not_read() -> None:
         ("model.safetensors", "not one", "not a whole safetensors file"),
         ("model.safetensors.index.json", "{}", "not an index"),
         ("model.safetensors.index.json", "[]", "not an index"),
+        (
+            "model.safetensors.index.json",
+            '{"metadata": {"total_size": -5}, "weight_map": {"a": "b.safetensors"}}',
+            "total_size is -5",
+        ),
         ("config.json", "[]", "no model configuration: it holds a list"),
         ("config.json", '{"model_type": "no_such_type"}', "no model configuration.*: Unrecognized[^,]*$"),
         (
