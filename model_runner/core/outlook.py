@@ -13,12 +13,16 @@ all moments: short answers have given their blocks back before long ones need th
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, sqrt
+from typing import TypeAlias
 
 from model_runner.core.block_layout import BlockLayout
 from model_runner.core.lengths import STEP, LengthModel
+
+# The chance that a sequence still runs at a moment, and the blocks that it holds then.
+Share: TypeAlias = tuple[float, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +36,33 @@ class Running:
     lengths: LengthModel
 
 
+@dataclass(slots=True)
+class _Sums:
+    """Of all shares, at each moment."""
+
+    mean: list[float]
+    variance: list[float]
+    most: list[int]
+
+    @classmethod
+    def zero(cls, moments: int) -> _Sums:
+        return cls([0.0] * moments, [0.0] * moments, [0] * moments)
+
+    def copy(self) -> _Sums:
+        return _Sums(self.mean.copy(), self.variance.copy(), self.most.copy())
+
+    def add(self, shares: list[Share], sign: int) -> None:
+        mean, variance, most = self.mean, self.variance, self.most
+        for index, (p, blocks) in enumerate(shares):
+            expected = sign * p * blocks
+            mean[index] += expected
+            variance[index] += (1.0 - p) * expected * blocks
+            most[index] += sign * blocks
+
+
 class Outlook:
-    """Sums over moments ahead, in blocks. Made from all who run; `add` one more costs the moments only."""
+    """Sums over moments ahead, in blocks, of all who run, by their names. What came in or left costs a walk
+    over the moments; that those who run get on is seen only by making it anew."""
 
     def __init__(self, layout: BlockLayout, longest: int) -> None:
         self._layout = layout
@@ -43,29 +72,37 @@ class Outlook:
         self._held = [
             layout.sequence_blocks(blocks * block_size) for blocks in range(-(-longest // block_size) + 2)
         ]
-        self.clear()
+        self.make({})
 
-    def clear(self) -> None:
-        self._mean = [0.0] * len(self._moments)
-        self._variance = [0.0] * len(self._moments)
-        self._most = [0] * len(self._moments)
+    def make(self, running: Mapping[str, Running]) -> None:
+        """Anew, of these."""
+        self._shares: dict[str, list[Share]] = {}
+        self._sums = _Sums.zero(len(self._moments))
+        for name, one in running.items():
+            self.add(name, one)
 
-    def add(self, running: Iterable[Running]) -> None:
-        _add(running, self._share, self._mean, self._variance, self._most)
+    def add(self, name: str, one: Running) -> None:
+        self._shares[name] = shares = self._share(one)
+        self._sums.add(shares, 1)
+
+    def remove(self, name: str) -> None:
+        self._sums.add(self._shares.pop(name), -1)
 
     def peak(self, z: float, more: Sequence[Running] = ()) -> float:
         """Blocks that the sum will pass only with the risk that `z` deviations stand for; never more than if
         all ran on."""
-        mean, variance, most = self._mean, self._variance, self._most
+        sums = self._sums
         if more:
-            mean, variance, most = mean.copy(), variance.copy(), most.copy()
-            _add(more, self._share, mean, variance, most)
+            sums = sums.copy()
+            for one in more:
+                sums.add(self._share(one), 1)
         return max(
-            min(expected + z * sqrt(spread), bound)
-            for expected, spread, bound in zip(mean, variance, most, strict=True)
+            # Sums that others were taken out of again may be a hair below nothing.
+            min(mean + z * sqrt(max(variance, 0.0)), most)
+            for mean, variance, most in zip(sums.mean, sums.variance, sums.most, strict=True)
         )
 
-    def _share(self, one: Running) -> list[tuple[float, int]]:
+    def _share(self, one: Running) -> list[Share]:
         """(the chance that it still runs, blocks that it holds then), at each moment until it must have
         ended."""
         table = one.lengths.log_survival()
@@ -90,21 +127,6 @@ class Outlook:
                 blocks = self._layout.request_blocks(one.prompt_tokens, one.generated + at + 1, n)
             shares.append((p, blocks))
         return shares
-
-
-def _add(
-    running: Iterable[Running],
-    share: Callable[[Running], list[tuple[float, int]]],
-    mean: list[float],
-    variance: list[float],
-    most: list[int],
-) -> None:
-    for one in running:
-        for index, (p, blocks) in enumerate(share(one)):
-            expected = p * blocks
-            mean[index] += expected
-            variance[index] += (1.0 - p) * expected * blocks
-            most[index] += blocks
 
 
 def _moments(longest: int) -> list[int]:

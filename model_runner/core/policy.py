@@ -88,7 +88,7 @@ class Strict:
 
 
 _FULL = 0.9  # footprints of a full house, in the mean: the rest is the distance kept from the line
-_FRESH_TOKENS = 4  # so many steps an outlook stays good enough while nobody leaves
+_FRESH_TOKENS = 4  # so many steps an outlook stays good enough
 
 
 class OverflowRisk:
@@ -131,7 +131,6 @@ class Predictive:
         self._layout = layout
         self._outlook = Outlook(layout, lengths.limit)
         self._running: dict[str, Running] = {}
-        self._stale = False
         self._tokens_since = 0  # that the outlook was made
         self._refused: set[tuple[Part, ...]] = set()  # that don't fit this outlook
 
@@ -156,8 +155,7 @@ class Predictive:
 
     def came_in(self, part: Part) -> None:
         one = self._running[part.part_id] = self._arriving(part)
-        if not self._stale:
-            self._outlook.add([one])
+        self._outlook.add(part.part_id, one)
 
     def granted(self, part_id: str, blocks: int) -> None: ...
 
@@ -175,7 +173,8 @@ class Predictive:
 
     def ending(self, part_id: str) -> None:
         if self._running.pop(part_id, None) is not None:
-            self._stale = True
+            self._outlook.remove(part_id)
+            self._refused.clear()
 
     def left(self, part_id: str) -> None:
         self.ending(part_id)
@@ -200,12 +199,10 @@ class Predictive:
         return free
 
     def _look_again(self) -> None:
-        if self._stale or self._tokens_since > _FRESH_TOKENS * len(self._running):
+        if self._tokens_since > _FRESH_TOKENS * len(self._running):
             self._tokens_since = 0
             self._refused.clear()
-            self._outlook.clear()
-            self._outlook.add(self._running.values())
-            self._stale = False
+            self._outlook.make(self._running)
 
     def _arriving(self, part: Part) -> Running:
         lengths = self.lengths.of(part.prompt_tokens, part.tenant)

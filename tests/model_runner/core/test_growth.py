@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model_runner.core.growth import can_all_finish
@@ -126,6 +126,7 @@ windows = st.sampled_from([(None,), (None, None), (5,), (None, 7), (3, None, 9)]
     max_num_seqs=st.integers(3, 8),
     aborts=st.dictionaries(st.integers(1, 60), st.integers(0, 8), max_size=3),
 )
+@settings(deadline=None)
 def test_whatever_befalls_the_others_every_token_is_the_one_it_would_be_alone(
     windows: tuple[int | None, ...],
     asks: list[tuple[list[int], int, int, int, int]],

@@ -127,12 +127,14 @@ def test_the_peak_lies_between_what_is_held_and_what_might_be(
         lengths.of_all.ended(length)
     running = [Running(prompt, made, made + 60, n, lengths.of(prompt)) for prompt, made, n in rows]
     outlook = Outlook(LAYOUT, LIMIT)
-    outlook.add(running)
+    outlook.make({str(number): one for number, one in enumerate(running)})
     now = sum(LAYOUT.request_blocks(one.prompt_tokens, one.generated + 1, one.n) for one in running)
     most = sum(LAYOUT.request_blocks(one.prompt_tokens, one.max_tokens, one.n) for one in running)
     peak = outlook.peak(z)
     assert now <= peak + 1e-6
     if z == 0:
         assert peak <= most + 1e-6
-    one_by_one = Outlook(LAYOUT, LIMIT)
-    assert one_by_one.peak(z, running) == pytest.approx(peak)
+    assert Outlook(LAYOUT, LIMIT).peak(z, running) == pytest.approx(peak)
+    for number in range(len(running)):
+        outlook.remove(str(number))
+    assert outlook.peak(z) == pytest.approx(0.0, abs=1e-6)
