@@ -23,6 +23,7 @@ commands:
   health     whether the server that runs here is well
   plan       what a model needs, and how much of it fits a device, before anything runs
   replay     what each admission policy would make of a trace of requests, in simulated time
+  calibrate  what a step of a running engine costs, for replay
 
 `plimsoll COMMAND --help` explains a command's options. `plimsoll --version` says which version this is.
 """
@@ -81,6 +82,12 @@ def _replay(words: list[str]) -> int:
     return replay(words)
 
 
+def _calibrate(words: list[str]) -> int:
+    from app.calibrate.command import calibrate
+
+    return calibrate(words, os.environ)
+
+
 def _health(words: list[str]) -> int:
     from app.health import health
 
@@ -93,6 +100,7 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "health": _health,
     "plan": _plan,
     "replay": _replay,
+    "calibrate": _calibrate,
 }
 
 

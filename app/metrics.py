@@ -148,6 +148,12 @@ class Metrics:
         self._step_time = self._histogram(
             "plimsoll_step_duration_seconds", "How long a step of the engine took.", _STEP_SECONDS
         )
+        self._step_tokens = self._counter(
+            "plimsoll_step_tokens_total", "Tokens that steps of the engine computed."
+        )
+        self._context_tokens = self._counter(
+            "plimsoll_context_tokens_total", "Tokens of context that its steps read."
+        )
         self._preemptions = self._counter(
             "plimsoll_preemptions_total",
             "Requests that had to give their KV cache back, and were computed again later.",
@@ -207,6 +213,8 @@ class Metrics:
     def stepped(self, stats: StepStats) -> None:
         self._step_time.observe(stats.step_seconds)
         self._batch_size.observe(stats.batch_sequences)
+        self._step_tokens.inc(stats.prefill_tokens + stats.decode_tokens)
+        self._context_tokens.inc(stats.context_tokens)
         self._held.set(stats.held_sequences)
         if stats.preempted_requests:
             self._preemptions.inc(stats.preempted_requests)

@@ -29,6 +29,7 @@ class StepResult:
     held_sequences: int
     preempted: list[str]  # requests, in this step
     recomputed_tokens: int  # that it will cost
+    context_tokens: int  # as SchedulerOutput's
 
     def stats(self, step_seconds: float) -> StepStats:
         """The account of the step for StepDone, once the caller has measured how long it took."""
@@ -43,6 +44,7 @@ class StepResult:
             held_sequences=self.held_sequences,
             preempted_requests=len(self.preempted),
             recomputed_tokens=self.recomputed_tokens,
+            context_tokens=self.context_tokens,
         )
 
     def message(self, epoch: int, stats: StepStats) -> StepDone:
@@ -159,4 +161,5 @@ class EngineCore:
             held_sequences=sum(request.live_choices for request in on_hold),
             preempted=self.scheduler.take_preempted(),
             recomputed_tokens=self.scheduler.recomputed_tokens - recomputed_before,
+            context_tokens=scheduled.context_tokens,
         )

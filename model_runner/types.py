@@ -77,6 +77,7 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True):
     held_sequences: int = 0  # that could have run, and got no block
     preempted_requests: int = 0  # in this step
     recomputed_tokens: int = 0  # that must be computed again for it
+    context_tokens: int = 0  # that the step's sequences had, its own tokens included: what attention reads
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):

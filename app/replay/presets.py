@@ -13,7 +13,7 @@ import msgspec
 
 from app.plan.cards import CARDS
 from app.values import did_you_mean
-from model_runner.replay.step_model import StepModel
+from model_runner.replay.step_model import StepModel, standard
 
 _REACHED_BANDWIDTH, _REACHED_ARITHMETIC = 0.8, 0.5
 _OVERHEAD_ALONE, _OVERHEAD_TOGETHER = 0.001, 0.0025  # seconds a step
@@ -47,30 +47,32 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ValueError("kv_bytes_per_token must be at least 1")
 
 
+def _preset(model: StepModel, kv_bytes: int, about: str) -> Preset:
+    return Preset(
+        base_seconds=model.base,
+        per_token_seconds=model.per_token,
+        per_context_token_seconds=model.per_context_token,
+        kv_bytes_per_token=kv_bytes,
+        about=about,
+    )
+
+
 def _reckon(parameters: float, kv_bytes: int, card: str, cards: int = 1) -> Preset:
     bandwidth = _REACHED_BANDWIDTH * CARDS[card].bandwidth * cards
     arithmetic = _REACHED_ARITHMETIC * _ARITHMETIC[card] * cards
     overhead = _OVERHEAD_ALONE if cards == 1 else _OVERHEAD_TOGETHER
-    return Preset(
-        base_seconds=2 * parameters / bandwidth + overhead,
-        per_token_seconds=2 * parameters / arithmetic,
-        per_context_token_seconds=kv_bytes / bandwidth,
-        kv_bytes_per_token=kv_bytes,
-        about=f"reckoned: {parameters / 1e9:.2f}e9 parameters in bfloat16 on {cards} × {card}",
+    model = StepModel(
+        2 * parameters / bandwidth + overhead, 2 * parameters / arithmetic, kv_bytes / bandwidth
     )
+    about = f"reckoned: {parameters / 1e9:.2f}e9 parameters in bfloat16 on {cards} × {card}"
+    return _preset(model, kv_bytes, about)
 
 
 _LLAMA_8B = (8.03e9, 131_072)  # parameters; bytes of cache a token: 2 · 32 layers · 8 heads · 128 · 2
 _LLAMA_70B = (70.55e9, 327_680)  # 2 · 80 · 8 · 128 · 2
 
 PRESETS: dict[str, Preset] = {
-    "standard": Preset(
-        base_seconds=0.006,
-        per_token_seconds=3.2e-5,
-        per_context_token_seconds=4.0e-8,
-        kv_bytes_per_token=131_072,
-        about="an 8B model on a data-centre GPU, agreed upon for comparisons",
-    ),
+    "standard": _preset(standard(), 131_072, "an 8B model on a data-centre GPU, agreed upon for comparisons"),
     "llama-3.1-8b-l4": _reckon(*_LLAMA_8B, "L4"),
     "llama-3.1-8b-a100": _reckon(*_LLAMA_8B, "A100-80GB"),
     "llama-3.1-8b-h100": _reckon(*_LLAMA_8B, "H100"),

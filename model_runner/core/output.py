@@ -53,6 +53,11 @@ class SchedulerOutput:
     def num_tokens(self) -> int:
         return self.prefill_tokens + self.decode_tokens
 
+    @property
+    def context_tokens(self) -> int:
+        """Of all its sequences, the step's own tokens included: what full attention reads."""
+        return sum(sequence.start + len(sequence.token_ids) for sequence in self.sequences)
+
 
 @dataclass(frozen=True, slots=True)
 class RunnerOutput:

@@ -35,8 +35,7 @@ class SimulatedRunner:
         self.step_seconds = 0.0  # of the step that was executed last
 
     def execute(self, scheduled: SchedulerOutput) -> RunnerOutput:
-        context = sum(sequence.start + len(sequence.token_ids) for sequence in scheduled.sequences)
-        self.step_seconds = self._model.seconds(scheduled.num_tokens, context)
+        self.step_seconds = self._model.seconds(scheduled.num_tokens, scheduled.context_tokens)
         tokens = [
             _END if sample.position + 1 >= sample.params.seed else _TOKEN for sample in scheduled.samples
         ]

@@ -117,7 +117,7 @@ def test_events_are_counted(metrics: Metrics) -> None:
     metrics.inter_token(0.03)
     metrics.tokens(prompt=33, generated=1)
     metrics.tokens(prompt=0, generated=4)
-    metrics.stepped(StepStats(0.04, 33, 2, 3, 0, 12, 4))
+    metrics.stepped(StepStats(0.04, 33, 2, 3, 0, 12, 4, context_tokens=70))
     metrics.ended(
         Ending(request_id="r", tenant="a", reason="abort", abort_cause="client_disconnected", e2e_seconds=2)
     )
@@ -132,6 +132,7 @@ def test_events_are_counted(metrics: Metrics) -> None:
     assert (now["plimsoll_prompt_tokens_total"], now["plimsoll_generated_tokens_total"]) == (33, 5)
     assert now["plimsoll_step_duration_seconds_sum"] == 0.04
     assert now["plimsoll_batch_size_sum"] == 4
+    assert (now["plimsoll_step_tokens_total"], now["plimsoll_context_tokens_total"]) == (35, 70)
     assert now["plimsoll_requests_ended_total[('reason', 'abort')]"] == 1
     assert now["plimsoll_aborts_total[('cause', 'client_disconnected')]"] == 1
     assert now["plimsoll_request_duration_seconds_sum"] == 2

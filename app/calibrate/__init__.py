@@ -1,0 +1,1 @@
+"""`plimsoll calibrate`: what a step of a running engine costs."""
