@@ -15,6 +15,7 @@ import msgspec
 
 from model_runner.config import EngineConfig
 from model_runner.core.dispatcher import Dispatcher
+from model_runner.core.door_view import DoorLevels, QueueRow, door_levels, queue_rows
 from model_runner.core.live_request import Submission
 from model_runner.core.pace import Pace
 from model_runner.core.quotes import Quote
@@ -202,6 +203,21 @@ class AsyncEngine:
             waiting_sequences=dispatcher.waiting_sequences,
             engine_restarts=self._supervisor.restarts,
         )
+
+    @property
+    def door(self) -> DoorLevels:
+        """Known from the return of `start` on."""
+        assert self._dispatcher is not None
+        return door_levels(self._dispatcher, self._clock())
+
+    def queue(self, *, most: int) -> list[QueueRow]:
+        """The first `most` of those that wait, in turn."""
+        assert self._dispatcher is not None
+        rows = queue_rows(self._dispatcher, self._clock(), most=most)
+        if self.state is not EngineState.RESTARTING:
+            return rows
+        until_up = self._supervisor.seconds_until_up(_STARTUP_GUESS_SECONDS)
+        return [replace(row, expected_in_seconds=row.expected_in_seconds + until_up) for row in rows]
 
     # ---- requests
 

@@ -27,8 +27,9 @@ from typing import TypeAlias
 from model_runner.core.fair_queue import FairQueue, Waiting
 from model_runner.core.ledger import Ask, Ledger, Reservation
 from model_runner.core.lengths import Lengths
+from model_runner.core.obstacles import InTurn, Obstacle
 from model_runner.core.pace import Pace
-from model_runner.core.policy import Part, Policy, Strict
+from model_runner.core.policy import Part, Policy, Predictive, Strict
 from model_runner.core.tenants import Tenants
 from model_runner.core.waits import Waits
 from model_runner.errors import Reason
@@ -126,6 +127,26 @@ class AdmissionController:
         """Blocks by part_id."""
         return {part_id: one.blocks for part_id, one in self.ledger.reservations.items()}
 
+    @property
+    def predicted_peak_blocks(self) -> float:
+        """What the policy foresees that will be held at most, but for the stated risk; may pass the line."""
+        policy = self.policy
+        return policy.predicted_peak_blocks if isinstance(policy, Predictive) else self.reserved_blocks
+
+    def queue_lengths(self) -> dict[str, int]:
+        """Requests that wait, by tenant."""
+        return self._queue.lengths()
+
+    def queue_in_turn(self, now: float, most: int) -> list[InTurn]:
+        """The first `most`. Those behind candidates that may not be passed wait for them."""
+        queue = list(islice(self._queue.in_turn(now), most))
+        candidates = {each.ask_id for each in islice(self._queue.candidates(now), _CANDIDATES)}
+        seconds = self._waits.let_in([each.ask for each in queue], self.free_blocks, now)
+        return [
+            InTurn(each, self._obstacle(each.ask, each.ask_id in candidates), wait)
+            for each, wait in zip(queue, seconds, strict=True)
+        ]
+
     def queued_ask_ids(self, now: float) -> list[str]:
         """In turn."""
         return [waiting.ask_id for waiting in self._queue.in_turn(now)]
@@ -147,11 +168,9 @@ class AdmissionController:
     def judge(self, ask: Ask, now: float) -> Decision:
         """What `decide` would answer. Nothing is reserved, nothing is remembered."""
         tenant = self.tenants[ask.tenant]
-        limit = self.num_blocks if tenant.max_reserved_blocks is None else tenant.max_reserved_blocks
-        if ask.blocks > min(limit, self.num_blocks):
+        if ask.blocks > self.most_blocks(ask.tenant):
             return Rejected(Reason.KV_CACHE_BUDGET_EXCEEDED, float("inf"))
-        held = self._priced.get(ask.tenant, 0)
-        if tenant.max_reserved_blocks is not None and held + ask.blocks > limit:
+        if ask.blocks > self.blocks_left(ask.tenant):
             return Rejected(Reason.TENANT_OVER_LIMIT, self.predict_wait(ask, now))
         if not self._queue and self._has_room(ask):
             return Admitted()
@@ -164,6 +183,16 @@ class AdmissionController:
         if wait > self.patience(ask):
             return Rejected(Reason.WAIT_TOO_LONG, wait)
         return Queued(wait)
+
+    def most_blocks(self, tenant: str) -> int:
+        """That one request of this tenant may ever take."""
+        limit = self.tenants[tenant].max_reserved_blocks
+        return self.num_blocks if limit is None else min(limit, self.num_blocks)
+
+    def blocks_left(self, tenant: str) -> int:
+        """Of what its requests may take together, whether they run or wait."""
+        limit = self.tenants[tenant].max_reserved_blocks
+        return self.num_blocks if limit is None else limit - self._priced.get(tenant, 0)
 
     def has_place_for(self, sequences: int) -> bool:
         """Whether nobody waits, and the batch has room for so many more: only bytes would be in the way."""
@@ -290,6 +319,15 @@ class AdmissionController:
             and self.ledger.has_places(ask.sequences)
             and self.policy.fits(ask.parts, self.free_blocks)
         )
+
+    def _obstacle(self, ask: Ask, is_candidate: bool) -> Obstacle:
+        if not self._open:
+            return Obstacle.ENGINE
+        if not is_candidate:
+            return Obstacle.OTHERS
+        if not self.ledger.has_places(ask.sequences):
+            return Obstacle.PLACES
+        return Obstacle.NONE if self.policy.fits(ask.parts, self.free_blocks) else Obstacle.ROOM
 
     def _admit_from_queue(self, now: float) -> list[Ask]:
         admitted: list[Ask] = []

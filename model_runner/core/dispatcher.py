@@ -47,13 +47,16 @@ class Dispatcher:
         self.running_sequences = 0
         self.waiting_sequences = 0  # admitted, and not yet scheduled by the engine
         self._send = send
-        self._serial = 0
+        self._serial = self._quotes = 0
         self._live: dict[str, LiveRequest] = {}  # by ask_id, in order of arrival
         self._parts: dict[str, tuple[LiveRequest, int]] = {}  # of running requests: (request, prompt index)
 
     @property
     def live_requests(self) -> list[LiveRequest]:
         return list(self._live.values())
+
+    def live(self, ask_id: str) -> LiveRequest:
+        return self._live[ask_id]
 
     @property
     def num_live(self) -> int:
@@ -89,7 +92,10 @@ class Dispatcher:
 
     def quote(self, submission: Submission, now: float, *, longest: int) -> Quote:
         """What `submit` would answer, without a trace. A sequence may be `longest` tokens long."""
-        ask = self._price(submission, "quote")
+        # A name of its own: the policy remembers whom it has refused for a while, and must not take this one
+        # for another that asked for the same before.
+        self._quotes += 1
+        ask = self._price(submission, f"quote {self._quotes}")
         decision = self.admission.judge(ask, now)
         error = self._refusal(decision, ask, submission) if isinstance(decision, Rejected) else None
         lengths = [part.prompt_tokens for part in ask.parts]
@@ -251,7 +257,8 @@ class Dispatcher:
                 [part.prompt_tokens for part in ask.parts],
                 submission.params.max_tokens,
                 submission.params.n,
-                budget_blocks=self.admission.num_blocks,
+                budget_blocks=self.admission.most_blocks(ask.tenant),
+                of_tenant=self.admission.most_blocks(ask.tenant) < self.admission.num_blocks,
             )
         return refusals.come_back(rejected, ask, self.admission, self.layout.block_bytes)
 

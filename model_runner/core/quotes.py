@@ -65,7 +65,8 @@ def largest_that_fit(
     """(the largest max_tokens, at most `limit`, that could ever be admitted, and that would be at once)."""
     lengths = [part.prompt_tokens for part in ask.parts]
     n = ask.parts[0].sequences
-    ever = largest_max_tokens(layout, lengths, n, budget_blocks=admission.num_blocks, limit=limit)
+    most, left = admission.most_blocks(ask.tenant), admission.blocks_left(ask.tenant)
+    ever = largest_max_tokens(layout, lengths, n, budget_blocks=most, limit=limit)
     if not admission.has_place_for(ask.sequences):
         return ever, 0
 
@@ -78,6 +79,7 @@ def largest_that_fit(
             )
             for part in ask.parts
         ]
-        return not admission.policy.fits(parts, admission.free_blocks)
+        blocks = sum(part.blocks for part in parts)
+        return blocks > left or not admission.policy.fits(parts, admission.free_blocks)
 
     return ever, bisect_right(range(1, ever + 1), False, key=is_too_much)

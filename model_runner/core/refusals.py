@@ -15,6 +15,8 @@ from model_runner.errors import (
     QueueTimeout,
     Reason,
     Shortage,
+    TenantOverLimit,
+    TenantQueueFull,
     WaitTooLong,
 )
 from model_runner.sizes import format_size as size
@@ -42,8 +44,15 @@ def largest_max_tokens(
 
 
 def never_fits(
-    layout: BlockLayout, prompt_tokens: Sequence[int], max_tokens: int, n: int, *, budget_blocks: int
+    layout: BlockLayout,
+    prompt_tokens: Sequence[int],
+    max_tokens: int,
+    n: int,
+    *,
+    budget_blocks: int,
+    of_tenant: bool = False,
 ) -> KVCacheBudgetExceeded:
+    """`budget_blocks` are the server's; or, `of_tenant`, all that this tenant may reserve."""
     required = price_blocks(layout, prompt_tokens, max_tokens, n) * layout.block_bytes
     budget = budget_blocks * layout.block_bytes
     largest = largest_max_tokens(layout, prompt_tokens, n, budget_blocks=budget_blocks, limit=max_tokens)
@@ -52,9 +61,10 @@ def never_fits(
         if largest
         else "Not even one token would fit: shorten the prompt, or ask for fewer prompts or choices."
     )
+    whole = "all that this tenant may reserve" if of_tenant else "the server's whole budget"
     return KVCacheBudgetExceeded(
-        f"This request needs {size(required)} of KV cache ({required} bytes) and the server's whole "
-        f"budget is {size(budget)} ({budget} bytes). {advice}",
+        f"This request needs {size(required)} of KV cache ({required} bytes) and {whole} "
+        f"is {size(budget)} ({budget} bytes). {advice}",
         required_bytes=required,
         budget_bytes=budget,
         largest_max_tokens=largest,
@@ -67,21 +77,33 @@ def come_back(
     """The error for a request that could run, but not now."""
     wait = rejected.predicted_wait_seconds
     shortage = Shortage(ask.blocks * block_bytes, admission.free_blocks * block_bytes, wait)
-    needs = (
-        f"This request needs {size(shortage.required_bytes)} of KV cache; "
-        f"{size(shortage.free_bytes)} of {size(admission.num_blocks * block_bytes)} is free"
-    )
+    need = f"This request needs {size(shortage.required_bytes)} of KV cache"
+    needs = f"{need}; {size(shortage.free_bytes)} of {size(admission.num_blocks * block_bytes)} is free"
+    then = f"There should be room for it in {wait:.1f} seconds."
+    if rejected.reason is Reason.TENANT_OVER_LIMIT:
+        left = size(max(admission.blocks_left(ask.tenant), 0) * block_bytes)
+        return TenantOverLimit(
+            f"{need}, and this tenant's requests leave {left} of what they may reserve together. {then}",
+            retry_after_seconds=wait,
+            shortage=shortage,
+        )
+    if rejected.reason is Reason.TENANT_QUEUE_FULL:
+        queued = admission.queue_lengths().get(ask.tenant, 0)
+        return TenantQueueFull(
+            f"{needs}, and as many of this tenant's requests wait as may ({queued}). {then}",
+            retry_after_seconds=wait,
+            shortage=shortage,
+        )
     if rejected.reason is Reason.QUEUE_FULL:
         return QueueFull(
-            f"{needs} and the queue is full ({admission.queue_length} requests). "
-            f"There should be room for it in {wait:.1f} seconds.",
+            f"{needs} and the queue is full ({admission.queue_length} requests). {then}",
             retry_after_seconds=wait,
             shortage=shortage,
         )
     assert rejected.reason is Reason.WAIT_TOO_LONG
     return WaitTooLong(
         f"{needs} and {admission.queue_length} requests are ahead of it. The predicted wait of {wait:.1f} "
-        f"seconds is over the limit of {admission.max_queue_seconds:g} seconds.",
+        f"seconds is over the limit of {admission.patience(ask):g} seconds.",
         retry_after_seconds=wait,
         shortage=shortage,
     )

@@ -61,6 +61,11 @@ class Waits:
         self._foreseen = max(0.0, self._forecast.room_at(footprint, places) - now)
         return self._foreseen
 
+    def let_in(self, queue: Sequence[Ask], free_blocks: int, now: float) -> list[float]:
+        """Seconds until each of the `queue` is let in, in this order."""
+        forecast = self._make((), free_blocks, now)
+        return [max(0.0, self._foresee(forecast, ask) - now) for ask in queue]
+
     def tokens_left(self, part: Part, generated: int) -> float:
         """Of a part whose longest choice has come so far."""
         left = max(part.max_tokens - generated, 1)
@@ -109,7 +114,8 @@ class Waits:
         prefill = sum(self.pace.prefill_seconds(part.prompt_tokens) for part in parts) / len(parts)
         return self.pace.decode_step_seconds + sequences * (self.pace.sequence_seconds + prefill / length)
 
-    def _foresee(self, forecast: Forecast, ask: Ask) -> None:
+    def _foresee(self, forecast: Forecast, ask: Ask) -> float:
+        """Let it in as soon as there is room. Returns when."""
         places_left = self._ledger.places(ask.sequences)
         footprints = [self._policy.footprint(part, 0) for part in ask.parts]
         since = forecast.let_in(sum(footprints), places_left)
@@ -123,3 +129,4 @@ class Waits:
                 tokens_left=self.tokens_left(part, 0),
                 since=since,
             )
+        return since
