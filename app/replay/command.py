@@ -73,6 +73,7 @@ def _jobs(options: ReplayOptions, trace: Trace) -> list[Job]:
         block_size=options.block_size,
         max_queue_seconds=float("inf") if patience is None else patience,
         overflow_risk=options.overflow_risk,
+        target_itl_seconds=options.target_itl_ms / 1000 or None,
     )
     return [
         Job(

@@ -41,6 +41,7 @@ _SET_BY_STANDARD = (
     "max_num_seqs",
     "max_num_batched_tokens",
     "block_size",
+    "target_itl_ms",
     "max_model_len",
     "max_tokens",
     "arrivals",
@@ -166,6 +167,14 @@ class ReplayOptions:
     )
     max_num_batched_tokens: int = option(
         1024, group=_SERVER, metavar="N", parse=integer(1, 10**6), help="Tokens in one step, at most."
+    )
+    target_itl_ms: float = option(
+        0.0,
+        group=_SERVER,
+        metavar="MS",
+        parse=number(0, 60000),
+        shown="no target",
+        help="Prompts are read in chunks so short that a step stays under it, as the server's.",
     )
     block_size: int = option(16, group=_SERVER, metavar="N", parse=block_size, help="Tokens of a block.")
     max_model_len: int = option(

@@ -52,7 +52,8 @@ def _rows(section: Sequence[Outcome]) -> list[dict[str, Any]]:
             {
                 "policy": job.name,
                 **_asked(job),
-                "output_tokens_per_second_to_oracle": _to_oracle(outcome, oracle),
+                "output_tokens_per_second_to_oracle": _tokens_to_oracle(outcome, oracle),
+                "goodput_to_oracle": _goodput_to_oracle(outcome, oracle),
                 **msgspec.to_builtins(figures),
             }
         )
@@ -72,6 +73,7 @@ def _asked(job: Job) -> dict[str, Any]:
         "offered_requests_per_second": len(job.rows) / span if span else None,
         "max_queue_seconds": setting.max_queue_seconds if bounded else None,
         "overflow_risk": setting.overflow_risk,
+        "target_itl_seconds": setting.target_itl_seconds,
         "replicas": job.replicas,
         "routing": job.routing,
         "slo_ttft_seconds": job.slo.ttft,
@@ -131,17 +133,28 @@ def _heading(job: Job) -> str:
 
 def _table(section: Sequence[Outcome]) -> str:
     oracle = _oracle(section)
-    head = ("policy", "tokens/s", "to oracle", "goodput/s", "TTFT s", "ITL ms", "preempted", "recomputed")
+    head = (
+        "policy",
+        "tokens/s",
+        "to oracle",
+        "goodput/s",
+        "to oracle",
+        "TTFT s",
+        "ITL ms",
+        "preempted",
+        "recomputed",
+    )
     rows: list[tuple[str, ...]] = [(*head, "cache", "rejected", "wait off by")]
     for outcome in section:
-        figures, ratio = outcome.figures, _to_oracle(outcome, oracle)
+        figures = outcome.figures
         error = figures.wait_prediction_error
         rows.append(
             (
                 outcome.job.name,
                 f"{figures.output_tokens_per_second:,.0f}",
-                "-" if ratio is None else f"{ratio:.3f}",
+                _share(_tokens_to_oracle(outcome, oracle)),
                 f"{figures.goodput_requests_per_second:.2f}",
+                _share(_goodput_to_oracle(outcome, oracle)),
                 _pair(figures.ttft_seconds, 1, ".2f"),
                 _pair(figures.itl_seconds, 1000, ".0f"),
                 f"{figures.preempted_requests_ratio:.2%}",
@@ -182,10 +195,20 @@ def _oracle(section: Sequence[Outcome]) -> Outcome | None:
     return next((outcome for outcome in section if outcome.job.policy == "oracle"), None)
 
 
-def _to_oracle(outcome: Outcome, oracle: Outcome | None) -> float | None:
+def _tokens_to_oracle(outcome: Outcome, oracle: Outcome | None) -> float | None:
     if oracle is None or not oracle.figures.output_tokens_per_second:
         return None
     return outcome.figures.output_tokens_per_second / oracle.figures.output_tokens_per_second
+
+
+def _goodput_to_oracle(outcome: Outcome, oracle: Outcome | None) -> float | None:
+    if oracle is None or not oracle.figures.goodput_requests_per_second:
+        return None
+    return outcome.figures.goodput_requests_per_second / oracle.figures.goodput_requests_per_second
+
+
+def _share(share: float | None) -> str:
+    return "-" if share is None else f"{share:.3f}"
 
 
 def _pair(times: Percentiles | None, factor: float, form: str) -> str:

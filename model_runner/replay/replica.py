@@ -47,6 +47,7 @@ class Setting:
     block_size: int = 16
     max_queue_seconds: float = NEVER
     max_queue_requests: int = _NO_BOUND
+    target_itl_seconds: float | None = None  # prompts are cut so that a step stays under it
     overflow_risk: float
 
     @property
@@ -95,11 +96,7 @@ class Replica:
             max_num_seqs=setting.max_num_seqs,
             max_queue_requests=setting.max_queue_requests if bounded else _NO_BOUND,
             max_queue_seconds=setting.max_queue_seconds if bounded else NEVER,
-            pace=Pace(
-                step.seconds(1, 0),
-                1 / max(step.per_token, 1e-12),
-                step.seconds(1, _CONTEXT_OF_ONE) - step.base,
-            ),
+            pace=_pace(step),
             policy=self.policy,
             lengths=lengths,
             max_passes=MAX_PASSES if bounded else 0,
@@ -116,6 +113,8 @@ class Replica:
             grows=self.policy.grows,
             patient=policy != "greedy",
         )
+        if setting.target_itl_seconds is not None:
+            self._engine.aim_at(setting.target_itl_seconds, _pace(step))
         self.dispatcher = Dispatcher(self._layout, admission, _Unobserved(), self._to_engine)
         self.dispatcher.engine_ready(_EPOCH, 0.0)
         self._by_part: dict[str, Record] = {}
@@ -220,6 +219,7 @@ class Replica:
         tally.recomputed_tokens += result.recomputed_tokens
         tally.used_block_seconds += result.used_blocks * seconds
         stats = result.stats(seconds)
+        self._engine.observe(stats)
         self.dispatcher.step_done(result.message(_EPOCH, stats), self.now)
         if tally.steps % self._levels_every == 0:
             self._note_level(result.used_blocks)
@@ -294,6 +294,15 @@ class _Unobserved:
     def released(self, tenant: str, kv_byte_seconds: float) -> None: ...
 
     def engine_restarted(self) -> None: ...
+
+
+def _pace(step: StepModel) -> Pace:
+    """As measured at start-up; it learns from every step."""
+    return Pace(
+        step.seconds(1, 0),
+        1 / max(step.per_token, 1e-12),
+        step.seconds(1, _CONTEXT_OF_ONE) - step.base,
+    )
 
 
 def _prompt(tokens: int) -> list[int]:

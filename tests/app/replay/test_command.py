@@ -48,7 +48,7 @@ def test_one_row_for_each_policy(trace: str, capsys: pytest.CaptureFixture[str])
     assert strict["output_tokens_per_second_to_oracle"] == pytest.approx(
         strict["output_tokens_per_second"] / oracle["output_tokens_per_second"]
     )
-    assert oracle["output_tokens_per_second_to_oracle"] == 1
+    assert oracle["output_tokens_per_second_to_oracle"] == oracle["goodput_to_oracle"] == 1
     assert greedy["preempted_requests_ratio"] > strict["preempted_requests_ratio"] == 0
     assert strict["wait_prediction_error"] is not None
     assert (report["rows"], strict["requests"], strict["arrivals"]) == (60, 60, "backlog")
@@ -134,6 +134,14 @@ def test_the_cache_may_be_sized_in_bytes(
     assert slow["seconds"] / slow["steps"] == pytest.approx(1.0, abs=0.2)
 
 
+def test_a_target_for_the_gaps_between_tokens(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = (trace, "--policy", "strict", "--rate-scale", "3")
+    free, aimed = (answer(capsys, *argv, "--target-itl-ms", each)["policies"][0] for each in ("0", "15"))
+    assert (free["target_itl_seconds"], aimed["target_itl_seconds"]) == (None, 0.015)
+    assert free["itl_seconds"]["p99"] > 0.03
+    assert aimed["itl_seconds"]["p99"] < 0.02
+
+
 def test_several_servers(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv = (trace, "--arrivals", "backlog", "--policy", "strict", "--kv-budget-tokens", "4000")
     one = answer(capsys, *argv)["policies"][0]
@@ -147,7 +155,7 @@ def test_the_table(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert "20 requests" in shown
     assert "arrivals, 5.26 requests/s; 24,000 tokens of cache, max_tokens 1,000" in shown
-    assert re.search(r"\n +oracle +[\d,]+ +1\.000 ", shown)
+    assert re.search(r"\n +oracle +[\d,]+ +1\.000 +[\d.]+ +1\.000 ", shown)
     assert "strict, by tenant" in shown
     assert "tenant-2" in shown
 
