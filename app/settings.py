@@ -189,7 +189,7 @@ class Settings:
         "far fewer run at once.",
     )
     overflow_risk: float = option(
-        0.003,
+        0.0025,
         group=_DOOR,
         metavar="SHARE",
         parse=number(0.0001, 0.5),

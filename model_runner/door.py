@@ -17,7 +17,7 @@ class DoorPolicy:
     """How the door and the supervisor behave. Times are seconds."""
 
     predictive: bool = False  # else strict
-    overflow_risk: float = 0.003
+    overflow_risk: float = 0.0025
     max_queue_requests: int = 1000
     max_queue_seconds: float = 60.0
     tenants: tuple[TenantPolicy, ...] = ()

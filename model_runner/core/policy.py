@@ -104,7 +104,7 @@ class OverflowRisk:
     """
 
     _STEP = 0.25  # deviations for one preemption
-    _CROSSINGS = 35  # of the line, for one that leads to a preemption: the others pass while some are held
+    _CROSSINGS = 42  # of the line, for one that leads to a preemption: the others pass while some are held
     _LEAST, _MOST = 0.25, 6.0
 
     def __init__(self, share: float) -> None:
