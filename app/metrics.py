@@ -6,8 +6,8 @@ Beside Plimsoll's own names stand the few of vLLM's that gateways and dashboards
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from prometheus_client import (
     CollectorRegistry,
@@ -18,16 +18,12 @@ from prometheus_client import (
     PlatformCollector,
     ProcessCollector,
 )
-from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
-from prometheus_client.registry import Collector
 
+from app.levels import EngineCollector, EngineView
 from app.settings import Settings
 from app.tenancy import TenantLabels
-from app.version import plimsoll_version
-from model_runner.async_engine import EngineState, EngineStats
 from model_runner.errors import Reason
-from model_runner.messages import ModelInfo
 from model_runner.types import Ending, FinishReason, StepStats
 
 ABORT_CAUSES = ("client_disconnected", "shutdown", "server_fault")
@@ -74,18 +70,25 @@ _STEP_SECONDS = (
     30.0,
 )
 _PROJECTED_BYTES = tuple(float(2**exponent) for exponent in range(16, 38, 2))  # 64 KiB to 64 GiB
+_WAITS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16_384)
+_ERRORS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0)
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
-class EngineView(Protocol):
-    """What is read of the engine at scrape time."""
+@dataclass(frozen=True, slots=True)
+class Foresight:
+    """What was predicted of one request after the other, what it was, and how far off that was."""
 
-    @property
-    def state(self) -> EngineState: ...
-    @property
-    def stats(self) -> EngineStats: ...
-    @property
-    def model(self) -> ModelInfo: ...
+    predicted: Histogram
+    actual: Histogram
+    error: Histogram
+
+    def observe(self, predicted: float, actual: float) -> None:
+        self.predicted.observe(predicted)
+        self.actual.observe(actual)
+        if actual > 0:
+            self.error.observe(abs(predicted - actual) / actual)
 
 
 class Metrics:
@@ -99,6 +102,7 @@ class Metrics:
         self._byte_seconds: dict[str, float] = {}  # by tenant label, of reservations that are over
         self._make_door_metrics()
         self._make_work_metrics()
+        self._make_foresight_metrics()
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
         GCCollector(registry=self.registry)
@@ -170,6 +174,34 @@ class Metrics:
             "plimsoll_engine_restarts_total", "Engine processes started in place of one that died."
         )
 
+    def _make_foresight_metrics(self) -> None:
+        self._wait = Foresight(
+            self._histogram(
+                "plimsoll_predicted_wait_seconds",
+                "How long requests that were queued, and let in, were thought to wait.",
+                _WAITS,
+            ),
+            self._histogram("plimsoll_actual_wait_seconds", "How long the same requests did wait.", _WAITS),
+            self._histogram(
+                "plimsoll_wait_prediction_error_ratio",
+                "Of the same: |predicted - actual| / actual.",
+                _ERRORS,
+            ),
+        )
+        self._length = Foresight(
+            self._histogram(
+                "plimsoll_predicted_output_tokens",
+                "Tokens that requests which finished were thought to get when they came.",
+                _TOKENS,
+            ),
+            self._histogram("plimsoll_actual_output_tokens", "Tokens that the same requests got.", _TOKENS),
+            self._histogram(
+                "plimsoll_length_prediction_error_ratio",
+                "Of the same: |predicted - actual| / actual.",
+                _ERRORS,
+            ),
+        )
+
     def _counter(self, name: str, help: str, labels: Sequence[str] = ()) -> Counter:
         return Counter(name, help, labels, registry=self.registry)
 
@@ -178,7 +210,9 @@ class Metrics:
 
     def attach(self, engine: EngineView) -> None:
         """Once, when the engine has planned: from now on its levels are on the page."""
-        self.registry.register(EngineCollector(engine, self._settings))
+        self.registry.register(
+            EngineCollector(engine, self._settings, self.tenant_labels, self._byte_seconds)
+        )
 
     def render(self) -> tuple[bytes, str]:
         """The page and its content type: always the text format, which every scraper reads.
@@ -225,6 +259,10 @@ class Metrics:
         if ending.abort_cause is not None:
             self._aborts.labels(ending.abort_cause).inc()
         self._duration.observe(ending.e2e_seconds)
+        if ending.predicted_wait_seconds is not None and ending.was_admitted:
+            self._wait.observe(ending.predicted_wait_seconds, ending.queue_seconds)
+        if ending.reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._length.observe(ending.predicted_tokens, ending.generated_tokens)
 
     def released(self, tenant: str, kv_byte_seconds: float) -> None:
         label = self.tenant_labels.label(tenant)
@@ -232,94 +270,3 @@ class Metrics:
 
     def engine_restarted(self) -> None:
         self._restarts.inc()
-
-
-class EngineCollector(Collector):
-    """The levels, read from the engine each time somebody looks."""
-
-    def __init__(self, engine: EngineView, settings: Settings) -> None:
-        self._engine = engine
-        self._settings = settings
-
-    def collect(self) -> Iterator[Metric]:
-        yield self._state()
-        yield _info("plimsoll_build", "The version that runs.", {"version": plimsoll_version()})
-        yield from self._cache()
-        yield from self._load()
-        yield from self._vllm()
-
-    def _state(self) -> Metric:
-        family = GaugeMetricFamily(
-            "plimsoll_engine_state", "1 for the state that the engine is in.", labels=["state"]
-        )
-        for state in EngineState:
-            family.add_metric([state], float(state == self._engine.state))
-        return family
-
-    def _cache(self) -> Iterator[Metric]:
-        stats, model = self._engine.stats, self._engine.model
-        cache = "plimsoll_kv_cache"
-        yield _gauge(f"{cache}_budget_bytes", "KV cache that requests may reserve.", stats.kv_budget_bytes)
-        yield _gauge(f"{cache}_reserved_bytes", "Reserved by admitted requests.", stats.reserved_bytes)
-        yield _gauge(f"{cache}_used_bytes", "In blocks that sequences hold now.", stats.used_bytes)
-        yield _gauge(f"{cache}_free_bytes", "Not reserved.", stats.free_bytes)
-        yield _gauge(f"{cache}_blocks", "Blocks that exist.", stats.blocks_total)
-        yield _gauge(f"{cache}_blocks_used", "Blocks that sequences hold now.", stats.used_blocks)
-        yield _gauge(
-            f"{cache}_bytes_per_token",
-            "Of one token in all layers, while all grow.",
-            model.layout.bytes_per_token,
-        )
-        held, read = model.weights_held_bytes, model.weights.step_bytes(1)
-        yield _gauge("plimsoll_model_weights_bytes", "Weights, as they lie in memory.", held)
-        yield _gauge("plimsoll_model_weights_read_bytes", "Of them, read for a token alone.", read)
-        yield _info(
-            "plimsoll_model",
-            "The model that is served.",
-            {
-                "model": self._settings.served_model_name,
-                "architecture": model.architecture,
-                "dtype": model.dtype,
-                "device": model.device,
-                "max_model_len": str(model.max_model_len),
-            },
-        )
-
-    def _load(self) -> Iterator[Metric]:
-        stats = self._engine.stats
-        yield _gauge("plimsoll_queue_length", "Requests that wait at the door for room.", stats.queue_length)
-        yield _gauge("plimsoll_queued_bytes", "KV cache that they will reserve.", stats.queued_bytes)
-        yield _gauge("plimsoll_requests_running", "Requests that the engine runs.", stats.running)
-        yield _gauge("plimsoll_requests_waiting", "Requests that wait for room.", stats.waiting)
-
-    def _vllm(self) -> Iterator[Metric]:
-        stats, model = self._engine.stats, self._engine.model
-        labels = {"model_name": self._settings.served_model_name, "engine": "0"}
-        # What is promised, not what is filled yet: a router must not send more to a door that is shut.
-        share = stats.reserved_bytes / stats.kv_budget_bytes
-        yield _gauge("vllm:num_requests_running", "As in vLLM: requests running.", stats.running, labels)
-        yield _gauge("vllm:num_requests_waiting", "As in vLLM: requests waiting.", stats.waiting, labels)
-        yield _gauge(
-            "vllm:kv_cache_usage_perc", "As in vLLM, of what is reserved: from 0 to 1.", share, labels
-        )
-        config = {
-            "block_size": str(model.layout.block_size),
-            "cache_dtype": model.dtype,
-            "enable_prefix_caching": "False",
-            "engine": "0",
-            "gpu_memory_utilization": f"{self._settings.gpu_memory_utilization:g}",
-            "num_cpu_blocks": "0",
-            "num_gpu_blocks": str(stats.blocks_total),
-        }
-        yield _gauge("vllm:cache_config_info", "As in vLLM: the shape of the KV cache.", 1, config)
-
-
-def _gauge(name: str, help: str, value: float, labels: Mapping[str, str] | None = None) -> Metric:
-    labels = labels or {}
-    family = GaugeMetricFamily(name, help, labels=list(labels))
-    family.add_metric(list(labels.values()), value)
-    return family
-
-
-def _info(name: str, help: str, labels: dict[str, str]) -> Metric:
-    return InfoMetricFamily(name, help, value=labels)

@@ -94,6 +94,10 @@ class TenantLabels:
         for name in described:
             self.label(name)
 
+    @property
+    def given(self) -> list[str]:
+        return list(self._labels)
+
     def label(self, tenant: str) -> str:
         if tenant in self._labels:
             return self._labels[tenant]

@@ -99,6 +99,10 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
     run_seconds: float = 0.0  # from admission to the end
     e2e_seconds: float = 0.0
 
+    @property
+    def was_admitted(self) -> bool:
+        return self.reserved_bytes > 0
+
 
 class EngineObserver(Protocol):
     """What the async engine tells of itself as it happens (to app.metrics). Calls must be cheap."""

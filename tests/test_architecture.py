@@ -53,6 +53,7 @@ FLOORS: list[tuple[str, int]] = [
     ("app.health", 66),
     ("app.leaving", 66),
     ("app.metrics", 66),
+    ("app.levels", 65),
     ("app.tenancy", 64),
     ("app.command_line", 64),
     ("app.logs", 64),

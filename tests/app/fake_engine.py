@@ -12,6 +12,7 @@ from model_runner.async_engine import EngineState, EngineStats, Restarted, Strea
 from model_runner.core.admission import AdmissionController
 from model_runner.core.block_layout import BlockGroup, BlockLayout
 from model_runner.core.dispatcher import Dispatcher
+from model_runner.core.door_view import DoorLevels
 from model_runner.core.pace import Pace
 from model_runner.core.quotes import Quote
 from model_runner.core.weights import WeightsRead
@@ -150,6 +151,17 @@ class FakeEngine:
     @property
     def submissions(self) -> list[Submission]:
         return [stream.submission for stream in self.streams]
+
+    @property
+    def door(self) -> DoorLevels:
+        return DoorLevels(
+            policy="strict",
+            predicted_peak_bytes=0,
+            overflow_risk=None,
+            margin_deviations=None,
+            queue_lengths={},
+            byte_seconds={},
+        )
 
     @property
     def stats(self) -> EngineStats:

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from app.metrics import REFUSALS, Metrics
 from app.settings import Settings
 from model_runner.async_engine import EngineState, EngineStats
+from model_runner.core.door_view import DoorLevels
 from model_runner.messages import ModelInfo
 from model_runner.types import Ending, EngineObserver, FinishReason, StepStats
 from tests.app.fake_engine import FakeEngine, model_info
@@ -26,6 +27,7 @@ class Engine:
     def __init__(self) -> None:
         self.state = EngineState.READY
         self.model: ModelInfo = model_info()
+        self.door: DoorLevels = FakeEngine().door
         self.stats: EngineStats = replace(
             FakeEngine().stats,
             reserved_bytes=20 * BLOCK_BYTES,
@@ -137,6 +139,76 @@ def test_events_are_counted(metrics: Metrics) -> None:
     assert now["plimsoll_aborts_total[('cause', 'client_disconnected')]"] == 1
     assert now["plimsoll_request_duration_seconds_sum"] == 2
     assert now["plimsoll_engine_restarts_total"] == 1
+
+
+def test_what_was_foreseen_stands_beside_what_it_was(metrics: Metrics) -> None:
+    def ended(reason: str, *, admitted: bool = True, queued: bool = True, code: str | None = None) -> None:
+        metrics.ended(
+            Ending(
+                request_id="r",
+                tenant="a",
+                reason=reason,
+                code=code,
+                reserved_bytes=4096 if admitted else 0,
+                predicted_wait_seconds=3.0 if queued else None,
+                queue_seconds=4.0,
+                predicted_tokens=120.0,
+                generated_tokens=100,
+            )
+        )
+
+    ended("stop")
+    ended("length", queued=False)
+    ended("timeout", admitted=False, code="queue_timeout")
+    ended("abort")
+    now = page(metrics)
+    assert now["plimsoll_predicted_wait_seconds_sum"] == 6, "of the one that stopped and the one that left"
+    assert now["plimsoll_actual_wait_seconds_sum"] == 8
+    assert now["plimsoll_wait_prediction_error_ratio_sum"] == 0.5
+    assert now["plimsoll_predicted_output_tokens_sum"] == 240
+    assert now["plimsoll_actual_output_tokens_sum"] == 200
+    assert now["plimsoll_length_prediction_error_ratio_sum"] == pytest.approx(0.4)
+
+
+def test_the_doors_levels(metrics: Metrics, engine: Engine) -> None:
+    now = page(metrics)
+    assert (now["plimsoll_overflow_risk_ratio"], now["plimsoll_overflow_margin_deviations"]) == (0, 0)
+    engine.door = replace(
+        engine.door,
+        policy="predictive",
+        predicted_peak_bytes=61.5 * BLOCK_BYTES,
+        overflow_risk=0.004,
+        margin_deviations=1.75,
+    )
+    now = page(metrics)
+    assert now["plimsoll_kv_cache_predicted_peak_bytes"] == 61.5 * BLOCK_BYTES
+    assert now["plimsoll_overflow_risk_ratio"] == 0.004
+    assert now["plimsoll_overflow_margin_deviations"] == 1.75
+
+
+def test_tenants_are_bounded_in_number_and_never_counted_back() -> None:
+    metrics, engine = Metrics(Settings(max_tenant_labels=2)), Engine()
+    metrics.attach(engine)
+    engine.door = replace(
+        engine.door,
+        queue_lengths={"a": 3, "b": 1, "c": 2, "d": 4},
+        byte_seconds={"a": 10.0, "c": 5.0, "d": 7.0},
+    )
+
+    def shown(name: str) -> dict[str, float]:
+        return {
+            label: page(metrics)[f"{name}[('tenant', '{label}')]"]
+            for label in ("a", "b", "other")
+            if f"{name}[('tenant', '{label}')]" in page(metrics)
+        }
+
+    assert shown("plimsoll_tenant_queue_length") == {"a": 3, "b": 1, "other": 6}
+    assert shown("plimsoll_tenant_kv_byte_seconds_total") == {"a": 10, "b": 0, "other": 12}
+    metrics.released("a", 11.0)
+    metrics.released("d", 8.0)
+    engine.door = replace(engine.door, queue_lengths={}, byte_seconds={"c": 6.0})
+    assert shown("plimsoll_tenant_queue_length") == {"a": 0, "b": 0}
+    assert shown("plimsoll_tenant_kv_byte_seconds_total") == {"a": 11, "b": 0, "other": 14}
 
 
 def test_two_servers_in_one_process_share_nothing() -> None:

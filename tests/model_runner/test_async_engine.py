@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from model_runner.async_engine import EngineState, Tokens
+from model_runner.core.obstacles import Obstacle
 from model_runner.door import DoorPolicy
 from model_runner.errors import (
     Draining,
@@ -143,6 +144,33 @@ def test_a_burst_in_one_turn_cannot_pass_the_budget(start_engine) -> None:
             assert all(result == {(0, 0): counted(16)} for result in results)
             assert len(harness.observer.endings) == 108
             await nothing_reserved(harness)
+
+    asyncio.run(scenario())
+
+
+def test_the_door_and_the_queue_can_be_looked_at(start_engine) -> None:
+    async def scenario() -> None:
+        async with start_engine({"step_seconds": 0.01}, blocks=8) as harness:
+            block_bytes = harness.engine.model.layout.block_bytes
+            running = harness.submit([1], max_tokens=100, request_id="runs")  # 7 of 8 blocks
+            waiting = harness.submit([1], max_tokens=40, request_id="waits")
+            (row,) = harness.engine.queue(most=10)
+            assert (row.place, row.request_id, row.tenant) == (1, "waits", "default")
+            assert row.waits_for is Obstacle.ROOM
+            assert row.projected_bytes == 3 * block_bytes
+            assert 0 < row.expected_in_seconds < row.deadline_in_seconds <= 60
+            door = harness.engine.door
+            assert (door.policy, door.queue_lengths) == ("strict", {"default": 1})
+            assert door.predicted_peak_bytes == 7 * block_bytes
+            running.abort("client_disconnected")
+            assert await harness.collect(waiting) == {(0, 0): counted(40)}
+            assert harness.engine.queue(most=10) == []
+            await nothing_reserved(harness)
+            assert harness.engine.door.byte_seconds == {}
+            assert harness.observer.byte_seconds > 0
+            left, finished = harness.observer.endings
+            assert (left.predicted_wait_seconds, finished.was_admitted) == (None, True)
+            assert finished.predicted_wait_seconds == pytest.approx(row.expected_in_seconds, abs=0.1)
 
     asyncio.run(scenario())
 
