@@ -20,6 +20,10 @@ INVALID = "invalid_request_error"
 RATE_LIMIT = "rate_limit_exceeded"
 SERVER = "server_error"
 
+PROJECTED_BYTES = "x-plimsoll-projected-bytes"
+QUEUE_SECONDS = "x-plimsoll-queue-seconds"
+FREE_BYTES = "x-plimsoll-free-bytes"
+
 _PARTING_SECONDS = 5.0
 _PARTING_BYTES = 32 * 2**20
 
@@ -67,6 +71,10 @@ def error_body(error: errors.PlimsollError, request_id: str) -> dict[str, Any]:
         body["required_bytes"] = error.required_bytes
         body["budget_bytes"] = error.budget_bytes
         body["largest_max_tokens"] = error.largest_max_tokens
+    elif isinstance(error, errors.NoRoom) and (short := error.shortage) is not None:
+        body["required_bytes"] = short.required_bytes
+        body["free_bytes"] = short.free_bytes
+        body["predicted_wait_seconds"] = round(short.predicted_wait_seconds, 3)
     return {"error": body}
 
 
@@ -79,6 +87,9 @@ def error_headers(error: errors.PlimsollError) -> dict[str, str]:
         return {"x-should-retry": "false"}  # it has been tried again here already
     if isinstance(error, errors.TooManyConnections):
         return {"connection": "close", **retry_headers(error.retry_after_seconds)}
+    if isinstance(error, errors.NoRoom) and (short := error.shortage) is not None:
+        figures = {PROJECTED_BYTES: str(short.required_bytes), FREE_BYTES: str(short.free_bytes)}
+        return {**figures, **retry_headers(error.retry_after_seconds)}
     if isinstance(error, errors.LoadError):
         return retry_headers(error.retry_after_seconds)
     return {}

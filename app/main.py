@@ -16,6 +16,7 @@ from app.errors import error_response, http_error_response
 from app.metrics import Metrics
 from app.middleware import Authentication, ConnectionLimit, RequestContext
 from app.preparation import ClientDisconnected, Preparation
+from app.routes.admission import admission_router
 from app.routes.capacity import capacity_router
 from app.routes.completions import completions_router
 from app.routes.documentation import describe
@@ -72,7 +73,13 @@ def create_app(*, engine: AsyncEngine, tokenizer: Tokenizer, settings: Settings,
             ),
         ],
     )
-    for make_router in (completions_router, capacity_router, models_router, operations_router):
+    for make_router in (
+        completions_router,
+        admission_router,
+        capacity_router,
+        models_router,
+        operations_router,
+    ):
         app.include_router(make_router(services))
     _answer_errors(app)
 

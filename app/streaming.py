@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from app.assembly import Delta, RequestAssembly
-from app.errors import error_body, error_response, unforeseen
+from app.errors import PROJECTED_BYTES, QUEUE_SECONDS, error_body, error_response, unforeseen
 from app.preparation import ClientDisconnected
 from app.responses import AnswerFormat, usage
 from model_runner.errors import PlimsollError
@@ -36,6 +36,11 @@ _INLINE_SCORES = 500  # about two milliseconds to write, with the most of likeli
 _DONE = b"data: [DONE]\n\n"
 
 T = TypeVar("T")
+
+
+def price_headers(stream: RequestStream) -> dict[str, str]:
+    """What the request was priced at, and how long it had waited when it was let in."""
+    return {PROJECTED_BYTES: str(stream.projected_bytes), QUEUE_SECONDS: f"{stream.queue_seconds:.3f}"}
 
 
 async def while_connected(receive: Receive, stream: RequestStream, work: Coroutine[Any, Any, T]) -> T:
@@ -127,7 +132,10 @@ class EventStream(Response):
             async for events in batches:
                 if not self._started:
                     self._started = self._stream.delivered = True
-                    await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+                    priced = [
+                        (name.encode(), value.encode()) for name, value in price_headers(self._stream).items()
+                    ]
+                    await send({"type": "http.response.start", "status": 200, "headers": _HEADERS + priced})
                 await send({"type": "http.response.body", "body": events, "more_body": True})
         await send({"type": "http.response.body", "body": _DONE, "more_body": False})
 

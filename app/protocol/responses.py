@@ -132,8 +132,12 @@ class ErrorBody(Answer):
     type: str
     param: str | None
     code: str | None
-    # Only with `kv_cache_budget_exceeded`.
+    # With `kv_cache_budget_exceeded`, and where there was no room for a request that was priced.
     required_bytes: int | None = None
+    # Only with the latter.
+    free_bytes: int | None = None
+    predicted_wait_seconds: float | None = None
+    # Only with the former.
     budget_bytes: int | None = None
     largest_max_tokens: int | None = None
 

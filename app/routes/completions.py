@@ -19,7 +19,7 @@ from app.protocol.responses import ChatCompletionChunk, ChatCompletionResponse, 
 from app.responses import AnswerFormat, ChatFormat, CompletionFormat
 from app.routes.documentation import describe_call
 from app.routes.services import Services
-from app.streaming import EventStream, collect, while_connected
+from app.streaming import EventStream, collect, price_headers, while_connected
 from app.validation import Limits, ValidRequest, request_timeout, validate_chat, validate_completion
 from model_runner.async_engine import Submission
 from model_runner.errors import ClientError, LoadError
@@ -96,7 +96,7 @@ async def answer(call: Call, request: Request, services: Services) -> Response:
         return EventStream(stream, assembly, written, request_id)
     choices = len(valid.prompts) * valid.params.n
     body = await while_connected(request.receive, stream, collect(stream, assembly, written, choices))
-    return Response(body, media_type="application/json")
+    return Response(body, headers=price_headers(stream), media_type="application/json")
 
 
 async def prepare(call: Call, request: Request, services: Services) -> tuple[Caller, ValidRequest]:

@@ -9,6 +9,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from app.errors import FREE_BYTES, PROJECTED_BYTES, QUEUE_SECONDS
 from app.protocol.requests import ChatCompletionRequest, CompletionRequest
 from app.protocol.responses import ChatCompletionChunk, CompletionResponse, ErrorResponse
 from app.validation.headers import REQUEST_TIMEOUT
@@ -48,6 +49,16 @@ def describe_call(request: type[BaseModel], whole: type[BaseModel], chunk: type[
         "model": whole,
         "description": "The answer, or with `stream` a stream of chunks that ends with [DONE].",
         "content": {"text/event-stream": {"schema": _describe_event(chunk)}},
+        "headers": {
+            PROJECTED_BYTES: {
+                "description": "KV cache that it may take over its lifetime, as priced at the door.",
+                "schema": {"type": "integer"},
+            },
+            QUEUE_SECONDS: {
+                "description": "How long it had waited when it was let in.",
+                "schema": {"type": "number"},
+            },
+        },
     }
     return {
         "response_model": None,
@@ -108,6 +119,17 @@ def _describe_error(status: int) -> dict[str, Any]:
         described["headers"] = {
             "Retry-After": {"description": "Whole seconds.", "schema": {"type": "integer"}},
             "retry-after-ms": {"description": "Milliseconds.", "schema": {"type": "integer"}},
+        }
+    if status == 429:
+        described["headers"] |= {
+            PROJECTED_BYTES: {
+                "description": "KV cache that the request needs, where it was priced.",
+                "schema": {"type": "integer"},
+            },
+            FREE_BYTES: {
+                "description": "KV cache that was not reserved then, likewise.",
+                "schema": {"type": "integer"},
+            },
         }
     return described
 

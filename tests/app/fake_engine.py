@@ -12,7 +12,7 @@ from model_runner.async_engine import EngineState, EngineStats, Restarted, Strea
 from model_runner.core.admission import AdmissionController
 from model_runner.core.block_layout import BlockGroup, BlockLayout
 from model_runner.core.dispatcher import Dispatcher
-from model_runner.core.door_view import DoorLevels
+from model_runner.core.door_view import DoorLevels, QueueRow
 from model_runner.core.pace import Pace
 from model_runner.core.quotes import Quote
 from model_runner.core.weights import WeightsRead
@@ -25,6 +25,15 @@ Played = StreamEvent | BaseException | float
 Script = Callable[[Submission], Iterable[Played]]
 
 FOREVER = math.inf
+
+NOBODY = DoorLevels(
+    policy="strict",
+    predicted_peak_bytes=0,
+    overflow_risk=None,
+    margin_deviations=None,
+    queue_lengths={},
+    byte_seconds={},
+)
 
 
 def model_info(*, max_model_len: int = 512, vocab_size: int = 49152) -> ModelInfo:
@@ -86,8 +95,8 @@ class FakeStream:
         self.aborts: list[str] = []
         self.stops: list[tuple[int, int, int]] = []
         self.ended = False
-        self.projected_bytes = 0
-        self.queue_seconds = 0.0
+        self.projected_bytes = 123_456
+        self.queue_seconds = 0.25
         self._stopped: set[tuple[int, int]] = set()
         self._played = iter(script(submission))
 
@@ -125,6 +134,8 @@ class FakeEngine:
     script: Script = field(default_factory=lambda: saying([28, 198]))
     refusal: PlimsollError | None = None
     streams: list[FakeStream] = field(default_factory=list)
+    door: DoorLevels = field(default_factory=lambda: NOBODY)
+    rows: list[QueueRow] = field(default_factory=list)
 
     def submit(self, submission: Submission) -> FakeStream:
         if self.refusal is not None:
@@ -152,16 +163,8 @@ class FakeEngine:
     def submissions(self) -> list[Submission]:
         return [stream.submission for stream in self.streams]
 
-    @property
-    def door(self) -> DoorLevels:
-        return DoorLevels(
-            policy="strict",
-            predicted_peak_bytes=0,
-            overflow_risk=None,
-            margin_deviations=None,
-            queue_lengths={},
-            byte_seconds={},
-        )
+    def queue(self, *, most: int) -> list[QueueRow]:
+        return self.rows[:most]
 
     @property
     def stats(self) -> EngineStats:
@@ -172,8 +175,8 @@ class FakeEngine:
             blocks_total=self.model.num_blocks,
             used_blocks=0,
             running=0,
-            waiting=0,
-            queue_length=0,
+            waiting=len(self.rows),
+            queue_length=len(self.rows),
             queued_bytes=0,
             running_sequences=0,
             waiting_sequences=0,

@@ -59,6 +59,21 @@ def test_what_the_door_says(server: Server, engine: FakeEngine, error: PlimsollE
             assert "retry-after" not in response.headers
 
 
+@pytest.mark.parametrize("kind", [errors.QueueFull, errors.WaitTooLong, errors.TenantOverLimit])
+def test_no_room_says_what_is_needed_and_what_is_free(
+    server: Server, engine: FakeEngine, kind: type[errors.NoRoom]
+) -> None:
+    short = errors.Shortage(required_bytes=9000, free_bytes=5000, predicted_wait_seconds=1.23456)
+    engine.refusal = kind("m", retry_after_seconds=WAIT, shortage=short)
+    for response in (server.complete(prompt="Hi"), server.chat(messages=[{"role": "user", "content": "Hi"}])):
+        assert response.headers["x-plimsoll-projected-bytes"] == "9000"
+        assert response.headers["x-plimsoll-free-bytes"] == "5000"
+        ErrorResponse.model_validate_json(response.content)
+        body = response.json()["error"]
+        figures = (body["required_bytes"], body["free_bytes"], body["predicted_wait_seconds"])
+        assert figures == (9000, 5000, 1.235)
+
+
 def test_a_budget_that_is_too_small_says_the_figures(server: Server, engine: FakeEngine) -> None:
     engine.refusal = RAISED[0][0]
     body = server.complete(prompt="Hi").json()["error"]

@@ -26,6 +26,7 @@ CHECKS = [
 PATHS = {
     "/v1/completions",
     "/v1/capacity",
+    "/v1/admission",
     "/v1/admission/check",
     "/v1/chat/completions",
     "/v1/models",
