@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 
 from app.command_line import load_settings, options_table
+from app.errors import FREE_BYTES, PROJECTED_BYTES, QUEUE_SECONDS
 from app.metrics import Metrics
+from app.protocol.admission import Admission, WaitingRequest
+from app.protocol.capacity import AdmissionCheck
 from app.tenant_file import digest, parse_tenants
+from model_runner.core.obstacles import Obstacle
 from model_runner.errors import Reason
 from tests.app.fake_engine import FakeEngine
 
@@ -42,6 +46,13 @@ def test_the_example_of_tenants_is_one() -> None:
     tenants = parse_tenants(tomllib.loads(example[1]))
     assert [tenant.policy.name for tenant in tenants] == ["search", "nightly", "default"]
     assert tenants[1].key_digests == (digest(b"another key"),)
+
+
+def test_what_can_be_seen_of_admission_is_documented() -> None:
+    page = (ROOT / "docs" / "admission.md").read_text()
+    keys = {*Admission.model_fields, *WaitingRequest.model_fields, *AdmissionCheck.model_fields}
+    headers = {PROJECTED_BYTES, QUEUE_SECONDS, FREE_BYTES}
+    assert {name for name in keys | headers | set(Obstacle) if f"`{name}`" not in page} == set()
 
 
 def test_every_refusal_is_documented() -> None:

@@ -13,8 +13,8 @@ from app.routes.documentation import describe_errors
 from app.routes.services import Services
 from model_runner.core.door_view import QueueRow
 
-# Of the queue as a whole, from its head: what is looked at is bounded, whoever asks. To say when one is expected
-# in, all before it are played forward.
+# Of the queue as a whole, from its head: what is looked at is bounded, whoever asks. To say when one is
+# expected in, all before it are played forward.
 _ROWS = 100
 
 
