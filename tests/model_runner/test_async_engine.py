@@ -102,7 +102,7 @@ def test_what_can_never_fit_is_refused_with_the_figures(start_engine) -> None:
     asyncio.run(scenario())
 
 
-def test_first_come_first_served(start_engine) -> None:
+def test_a_small_one_passes_one_that_does_not_fit_yet_which_then_has_its_turn(start_engine) -> None:
     async def scenario() -> None:
         async with start_engine({"step_seconds": 0.005}, blocks=4) as harness:
             order: list[str] = []
@@ -112,9 +112,8 @@ def test_first_come_first_served(start_engine) -> None:
                 await harness.collect(stream)
                 order.append(name)
 
-            # The second needs all there is, so the small third, which would fit at once, waits behind it.
             await asyncio.gather(run("first", 20), run("second", 64), run("third", 2))
-            assert order == ["first", "second", "third"]
+            assert order == ["third", "first", "second"]  # the second needs all there is
             assert [decision for decision, _, _ in harness.observer.decisions] == [
                 "admitted",
                 "queued",
@@ -177,14 +176,13 @@ def test_the_door_and_the_queue_can_be_looked_at(start_engine) -> None:
 
 def test_a_wait_predicted_past_the_limit_is_refused_at_once(start_engine) -> None:
     async def scenario() -> None:
-        policy = DoorPolicy(max_queue_seconds=1.0)
+        policy = DoorPolicy(max_queue_seconds=0.5)
         async with start_engine({"step_seconds": 0.05}, policy, blocks=8) as harness:
-            running = harness.submit(
-                [1], max_tokens=128
-            )  # all blocks, 128 steps of 10 ms as measured at start
+            # All blocks; as long as answers are where nothing is known, within 128 steps of 10 ms.
+            running = harness.submit([1], max_tokens=128)
             with pytest.raises(WaitTooLong) as refused:
                 harness.submit([1], max_tokens=1)
-            assert 1.2 <= refused.value.retry_after_seconds <= 1.5
+            assert 0.5 < refused.value.retry_after_seconds <= 1.28 * 1.1 + 0.01
             assert "4 KiB" in refused.value.message
             running.abort("client_disconnected")
             await nothing_reserved(harness)
