@@ -107,6 +107,7 @@ def build(config: EngineConfig, on_progress: OnProgress, on_planned: OnPlanned) 
         max_num_batched_tokens=config.max_num_batched_tokens,
         eos_token_ids=model.eos_token_ids,
         max_model_len=model.max_model_len,
+        grows=config.grows,
     )
     model = msgspec.structs.replace(model, weights_held_bytes=7)  # measured, now that they are there
     return BuiltEngine(core, model, 0.01, 10_000.0, "counting")
