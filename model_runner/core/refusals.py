@@ -79,6 +79,8 @@ def come_back(
     shortage = Shortage(ask.blocks * block_bytes, admission.free_blocks * block_bytes, wait)
     need = f"This request needs {size(shortage.required_bytes)} of KV cache"
     needs = f"{need}; {size(shortage.free_bytes)} of {size(admission.num_blocks * block_bytes)} is free"
+    if admission.policy.grows:
+        needs += " now, before those that run have grown,"
     then = f"There should be room for it in {wait:.1f} seconds."
     if rejected.reason is Reason.TENANT_OVER_LIMIT:
         left = size(max(admission.blocks_left(ask.tenant), 0) * block_bytes)

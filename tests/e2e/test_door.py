@@ -59,6 +59,11 @@ def test_a_check_says_what_the_request_then_gets(server: Server) -> None:
         assert waits["largest_max_tokens_now"] < largest
         reserved = waits["kv_budget_bytes"] - waits["free_bytes"]
         assert reserved == waits["projected_bytes"]
+        assert int(response.headers["x-plimsoll-projected-bytes"]) == reserved
+        assert float(response.headers["x-plimsoll-queue-seconds"]) == 0
+        door = server.get("/v1/admission").json()
+        assert (door["running_requests"], door["waiting"]) == (1, [])
+        assert door["reserved_bytes"] == reserved <= door["predicted_peak_bytes"]
     eventually(server.idle, "the stream that was left is gone")
 
 

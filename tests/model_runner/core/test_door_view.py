@@ -18,6 +18,7 @@ from model_runner.core.tenants import Tenant, Tenants
 from model_runner.errors import (
     KVCacheBudgetExceeded,
     PlimsollError,
+    QueueFull,
     TenantOverLimit,
     TenantQueueFull,
     WaitTooLong,
@@ -166,3 +167,13 @@ def test_a_tenants_limits_are_told_as_such() -> None:
     hasty = refused(house, 4, timeout_seconds=0.5)
     assert isinstance(hasty, WaitTooLong)
     assert "over the limit of 0.5 seconds" in hasty.message
+    assert "is free and 1 requests are ahead" in hasty.message
+
+
+def test_what_is_free_may_be_foreseen_to_be_needed() -> None:
+    house = House(predictive=True)
+    house.dispatcher.admission.max_queue_requests = 0
+    house.submit(15)
+    full = refused(house, 18)
+    assert isinstance(full, QueueFull)
+    assert "is free now, before those that run have grown, and the queue is full" in full.message
