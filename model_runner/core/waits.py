@@ -15,7 +15,7 @@ from model_runner.core.pace import Pace
 from model_runner.core.policy import Part, Policy
 
 _MANY = 64  # requests that run or wait
-_ENDS = 4  # moments at which one that runs is foreseen to end, a part of it at each
+_ENDS = 4  # moments, at most, at which one that runs is foreseen to end, a part of it at each
 _FRESH_STEPS = 4  # so long a forecast for many is good enough,
 _FRESH_SHARE = 0.005  # and while it is younger than so much of the wait that it foresees
 
@@ -73,11 +73,11 @@ class Waits:
             return left
         return self._lengths.of(part.prompt_tokens, part.tenant).mean_left(generated, left)
 
-    def _ends(self, part: Part, generated: int) -> float | Sequence[float]:
+    def _ends(self, part: Part, generated: int, moments: int) -> float | Sequence[float]:
+        if self._lengths is None or moments == 1:
+            return self.tokens_left(part, generated)
         left = max(part.max_tokens - generated, 1)
-        if self._lengths is None:
-            return left
-        return self._lengths.of(part.prompt_tokens, part.tenant).quantiles_left(generated, left, _ENDS)
+        return self._lengths.of(part.prompt_tokens, part.tenant).quantiles_left(generated, left, moments)
 
     def _make(self, queue: Iterable[Ask], free_blocks: int, now: float) -> Forecast:
         running = list(self._ledger.with_places())
@@ -90,13 +90,15 @@ class Waits:
             free_sequences=self._ledger.max_num_seqs - self._ledger.reserved_places,
             token_seconds=self._token_seconds([one.part for one, _ in running], free + sum(footprints)),
         )
+        # The first of many ends long before the mean; one alone does not come back in parts.
+        moments = min(_ENDS, len(running))
         for (one, places), footprint in zip(running, footprints, strict=True):
             generated = one.generated_tokens
             forecast.running(
                 blocks=footprint,
                 sequences=places,
                 prompt_tokens_left=0 if generated or one.ending else one.part.prompt_tokens,
-                tokens_left=1 if one.ending else self._ends(one.part, generated),
+                tokens_left=1 if one.ending else self._ends(one.part, generated, moments),
                 since=now,
             )
         for ask in queue:
