@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from model_runner.core.block_layout import BlockLayout
+from model_runner.core.growth import WhenShort
 from model_runner.core.output import Runner, SchedulerOutput
 from model_runner.core.pace import Pace
 from model_runner.core.scheduler import Scheduler
@@ -72,7 +73,7 @@ class EngineCore:
         eos_token_ids: Collection[int],
         max_model_len: int,
         grows: bool = False,
-        patient: bool = True,
+        when_short: WhenShort = "hold early",
     ) -> None:
         self.runner = runner
         self._aim: tuple[float, Pace] | None = None
@@ -85,7 +86,7 @@ class EngineCore:
             eos_token_ids=eos_token_ids,
             max_model_len=max_model_len,
             grows=grows,
-            patient=patient,
+            when_short=when_short,
         )
 
     @property

@@ -21,6 +21,7 @@ banker does; the tests ask it after every event.)
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Literal, TypeAlias
 
 from model_runner.core.block_layout import BlockLayout
 from model_runner.core.request import Request
@@ -36,16 +37,25 @@ _BLOCKS_FOR_EACH_BEFORE = 1
 _CALM_STEPS = 16
 
 
+# What is done before the pool runs out. "hold early": the newest are held while there is still something left
+# for their seniors. The others are for policies to compare with: "hold", once nothing is left, which does for
+# one that never lets in too many; "preempt", at once, as engines do that admit greedily.
+WhenShort: TypeAlias = Literal["hold early", "hold", "preempt"]
+
+
 class Growth:
     """Holds `sum of grants == granted_blocks <= num_blocks`."""
 
-    def __init__(self, layout: BlockLayout, num_blocks: int, *, grows: bool, patient: bool = True) -> None:
+    def __init__(
+        self, layout: BlockLayout, num_blocks: int, *, grows: bool, when_short: WhenShort = "hold early"
+    ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         self.grows = grows
         self.granted_blocks = 0
         self.on_hold: list[Request] = []  # in the step that is being put together
-        self._patient = patient
+        self._patient = when_short != "preempt"
+        self._early = when_short == "hold early"
         self._changes: dict[str, int] = {}
         self._tokens_lost = 0
         self._calm_needed = False
@@ -110,7 +120,7 @@ class Growth:
             else:
                 self.grant(request, blocks)
         sequences = sum(request.live_choices for request in candidates)
-        if missing + (self._reserve(sequences) if self._patient else 0) <= self.free_blocks:
+        if missing + self._reserve(sequences) <= self.free_blocks:
             self._tokens_lost = 0
             self._grant_all(candidates, wanted)
             return candidates
@@ -168,7 +178,7 @@ class Growth:
 
     def _reserve(self, sequences: int) -> int:
         """Blocks to leave for so many sequences before it."""
-        return int(_BLOCKS_FOR_EACH_BEFORE * sequences * len(self.layout.groups)) if self._patient else 0
+        return _BLOCKS_FOR_EACH_BEFORE * sequences * len(self.layout.groups) if self._early else 0
 
     def _victim(self, holders: Sequence[Request]) -> Request | None:
         """Whose preemption costs least, of the newer half of those of the lowest priority; when none of them

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator
 
 from model_runner.core.block_layout import BlockLayout
 from model_runner.core.block_pool import BlockLease, BlockPool, BlockTables
-from model_runner.core.growth import Growth
+from model_runner.core.growth import Growth, WhenShort
 from model_runner.core.output import RunnerOutput, SampleRow, SchedulerOutput
 from model_runner.core.request import Choice, Request, RequestStatus
 from model_runner.core.step_batch import StepBatch
@@ -30,8 +30,7 @@ class Scheduler:
     update_from_output() and the next schedule().
 
     `grows`: requests are granted their blocks as they grow (predictive admission), and not their lifetime's
-    when they come (strict). `patient`: where the pool runs short, the newest are held for a while before one
-    is preempted; without, it is preempted at once, as engines do that admit greedily.
+    when they come (strict).
 
     Raises ValueError when `max_num_batched_tokens` is below `max_num_seqs`: decodes could then leave a prompt
     no token for ever.
@@ -48,7 +47,7 @@ class Scheduler:
         eos_token_ids: Collection[int],
         max_model_len: int,
         grows: bool = False,
-        patient: bool = True,
+        when_short: WhenShort = "hold early",
     ) -> None:
         if not 1 <= max_num_seqs <= max_num_batched_tokens:
             raise ValueError(f"{max_num_seqs=} must be in 1 … {max_num_batched_tokens=}")
@@ -60,7 +59,7 @@ class Scheduler:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.max_model_len = max_model_len
         self.pool = BlockPool(num_blocks + headroom_blocks)
-        self.growth = Growth(layout, num_blocks, grows=grows, patient=patient)
+        self.growth = Growth(layout, num_blocks, grows=grows, when_short=when_short)
         self.running_sequences = 0  # choices of running requests, from their prompt's first chunk on
         self.waiting_sequences = 0
         self.prefill_limit: int | None = None  # prompt tokens in a step that decodes too; None: no limit

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from model_runner.core.admission import MAX_PASSES, AdmissionController
 from model_runner.core.block_layout import BlockGroup, BlockLayout
 from model_runner.core.dispatcher import Dispatcher
+from model_runner.core.growth import WhenShort
 from model_runner.core.lengths import Lengths
 from model_runner.core.live_request import LiveRequest, Submission
 from model_runner.core.pace import Pace
@@ -31,6 +32,7 @@ _EPOCH = 1
 _TOLD_EVERY = 64  # steps
 _CONTEXT_OF_ONE = 1024  # tokens, of a sequence, before anything is known of it
 _MOST_LEVELS = 4000  # kept of the cache's course; past that, every other one goes
+_WHEN_SHORT: dict[str, WhenShort] = {"greedy": "preempt", "oracle": "hold"}
 POLICIES = ("strict", "predictive", "greedy", "oracle")
 
 
@@ -111,7 +113,7 @@ class Replica:
             eos_token_ids=(SimulatedRunner.end_token_id,),
             max_model_len=setting.max_model_len,
             grows=self.policy.grows,
-            patient=policy != "greedy",
+            when_short=_WHEN_SHORT.get(policy, "hold early"),
         )
         if setting.target_itl_seconds is not None:
             self._engine.aim_at(setting.target_itl_seconds, _pace(step))
