@@ -17,6 +17,9 @@ from tests.e2e.server import Server, eventually, serving
 
 BUDGET = ("--kv-cache-memory", "64MiB", "--max-model-len", "auto")
 LONG = {"prompt": "Count for ever: one, two,", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
+LARGE = (
+    2400  # tokens: not even one such request fits beside a LONG one, and each ends soon by its stop string
+)
 
 
 @pytest.fixture
@@ -97,8 +100,10 @@ def test_a_killed_engine_is_replaced_and_the_queue_is_kept(own: Server) -> None:
         # One runs and has sent nothing yet: it is run again. One waits in the queue: it is kept.
         silent = pool.submit(own.post, "/v1/completions", {**LONG, "max_tokens": 40})
         eventually(lambda: own.metrics()["plimsoll_requests_running"] == 2, "both run")
-        queued = pool.submit(own.post, "/v1/completions", {**LONG, "max_tokens": 990, "stop": ["three"]})
-        queued_too = pool.submit(own.post, "/v1/completions", {**LONG, "max_tokens": 990, "stop": ["three"]})
+        queued = pool.submit(own.post, "/v1/completions", {**LONG, "max_tokens": LARGE, "stop": ["three"]})
+        queued_too = pool.submit(
+            own.post, "/v1/completions", {**LONG, "max_tokens": LARGE, "stop": ["three"]}
+        )
         eventually(lambda: own.metrics()["plimsoll_requests_waiting"] >= 1, "at least one waits")
         own.engine().kill()
         eventually(lambda: own.get("/readyz").status_code == 503, "not ready while restarting", 10)
