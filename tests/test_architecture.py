@@ -91,6 +91,7 @@ FLOORS: list[tuple[str, int]] = [
     ("model_runner.core.waits", 43),
     ("model_runner.core.obstacles", 43),
     ("model_runner.core.ledger", 42),
+    ("model_runner.core.tenant_shares", 41),
     ("model_runner.core.policy", 41),
     ("model_runner.core.outlook", 40),
     ("model_runner.core.lengths", 39),

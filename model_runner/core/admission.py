@@ -30,6 +30,7 @@ from model_runner.core.lengths import Lengths
 from model_runner.core.obstacles import InTurn, Obstacle
 from model_runner.core.pace import Pace
 from model_runner.core.policy import Part, Policy, Predictive, Strict
+from model_runner.core.tenant_shares import TenantShares
 from model_runner.core.tenants import Tenants
 from model_runner.core.waits import Waits
 from model_runner.errors import Reason
@@ -97,7 +98,7 @@ class AdmissionController:
             aging_seconds=max(_AGING_SHARE * max_queue_seconds, 0.1),
             max_passes=max_passes,
         )
-        self._priced: dict[str, int] = {}  # by tenant with a limit: blocks, of those that run or wait
+        self.shares = TenantShares(self.tenants, num_blocks)
 
     @property
     def pace(self) -> Pace:
@@ -162,15 +163,15 @@ class AdmissionController:
             self.queued_blocks += ask.blocks
             self._waits.joined(ask)
         if not isinstance(decision, Rejected):
-            self._count_for_tenant(ask)
+            self.shares.take(ask.tenant, ask.blocks)
         return decision
 
     def judge(self, ask: Ask, now: float) -> Decision:
         """What `decide` would answer. Nothing is reserved, nothing is remembered."""
         tenant = self.tenants[ask.tenant]
-        if ask.blocks > self.most_blocks(ask.tenant):
+        if ask.blocks > self.shares.most(ask.tenant):
             return Rejected(Reason.KV_CACHE_BUDGET_EXCEEDED, float("inf"))
-        if ask.blocks > self.blocks_left(ask.tenant):
+        if ask.blocks > self.shares.left(ask.tenant):
             return Rejected(Reason.TENANT_OVER_LIMIT, self.predict_wait(ask, now))
         if not self._queue and self._has_room(ask):
             return Admitted()
@@ -183,16 +184,6 @@ class AdmissionController:
         if wait > self.patience(ask):
             return Rejected(Reason.WAIT_TOO_LONG, wait)
         return Queued(wait)
-
-    def most_blocks(self, tenant: str) -> int:
-        """That one request of this tenant may ever take."""
-        limit = self.tenants[tenant].max_reserved_blocks
-        return self.num_blocks if limit is None else min(limit, self.num_blocks)
-
-    def blocks_left(self, tenant: str) -> int:
-        """Of what its requests may take together, whether they run or wait."""
-        limit = self.tenants[tenant].max_reserved_blocks
-        return self.num_blocks if limit is None else limit - self._priced.get(tenant, 0)
 
     def has_place_for(self, sequences: int) -> bool:
         """Whether nobody waits, and the batch has room for so many more: only bytes would be in the way."""
@@ -225,7 +216,7 @@ class AdmissionController:
         self._open = False
         for part_id, reservation in self.ledger.reservations.items():
             self.policy.left(part_id)
-            self._uncount_for_tenant(reservation.ask, reservation.part)
+            self.shares.give_back(reservation.ask.tenant, reservation.part.blocks)
         self.ledger.clear()
         self._waits.forget()
 
@@ -234,7 +225,7 @@ class AdmissionController:
         self._queue.push_front([self._waiting(ask, now) for ask in asks])
         for ask in asks:
             self.queued_blocks += ask.blocks
-            self._count_for_tenant(ask)
+            self.shares.take(ask.tenant, ask.blocks)
         self._waits.changed()
 
     def release(self, part_ids: Iterable[str], now: float) -> list[Ask]:
@@ -244,7 +235,7 @@ class AdmissionController:
         """
         for part_id in part_ids:
             reservation = self.ledger.close(part_id)
-            self._uncount_for_tenant(reservation.ask, reservation.part)
+            self.shares.give_back(reservation.ask.tenant, reservation.part.blocks)
             self._settle(reservation, now)
             self.policy.left(part_id)
         self._waits.changed()
@@ -309,8 +300,7 @@ class AdmissionController:
 
     def _left_queue(self, ask: Ask) -> None:
         self.queued_blocks -= ask.blocks
-        for part in ask.parts:
-            self._uncount_for_tenant(ask, part)
+        self.shares.give_back(ask.tenant, ask.blocks)
         self._waits.changed()
 
     def _has_room(self, ask: Ask) -> bool:
@@ -387,16 +377,3 @@ class AdmissionController:
         cost = reservation.block_seconds(now)
         cost += self._prefill_cost(reservation.part) if reservation.generated_tokens else 0.0
         self._queue.settle(reservation.ask.tenant, reservation.predicted_cost, cost)
-
-    def _count_for_tenant(self, ask: Ask) -> None:
-        if self.tenants[ask.tenant].max_reserved_blocks is not None:
-            self._priced[ask.tenant] = self._priced.get(ask.tenant, 0) + ask.blocks
-
-    def _uncount_for_tenant(self, ask: Ask, part: Part) -> None:
-        held = self._priced.get(ask.tenant)
-        if held is not None:
-            held -= part.blocks
-            if held > 0:
-                self._priced[ask.tenant] = held
-            else:
-                del self._priced[ask.tenant]

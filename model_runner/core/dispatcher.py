@@ -257,8 +257,8 @@ class Dispatcher:
                 [part.prompt_tokens for part in ask.parts],
                 submission.params.max_tokens,
                 submission.params.n,
-                budget_blocks=self.admission.most_blocks(ask.tenant),
-                of_tenant=self.admission.most_blocks(ask.tenant) < self.admission.num_blocks,
+                budget_blocks=self.admission.shares.most(ask.tenant),
+                of_tenant=self.admission.shares.most(ask.tenant) < self.admission.num_blocks,
             )
         return refusals.come_back(rejected, ask, self.admission, self.layout.block_bytes)
 

@@ -65,7 +65,7 @@ def largest_that_fit(
     """(the largest max_tokens, at most `limit`, that could ever be admitted, and that would be at once)."""
     lengths = [part.prompt_tokens for part in ask.parts]
     n = ask.parts[0].sequences
-    most, left = admission.most_blocks(ask.tenant), admission.blocks_left(ask.tenant)
+    most, left = admission.shares.most(ask.tenant), admission.shares.left(ask.tenant)
     ever = largest_max_tokens(layout, lengths, n, budget_blocks=most, limit=limit)
     if not admission.has_place_for(ask.sequences):
         return ever, 0

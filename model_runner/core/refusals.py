@@ -83,7 +83,7 @@ def come_back(
         needs += " now, before those that run have grown,"
     then = f"There should be room for it in {wait:.1f} seconds."
     if rejected.reason is Reason.TENANT_OVER_LIMIT:
-        left = size(max(admission.blocks_left(ask.tenant), 0) * block_bytes)
+        left = size(max(admission.shares.left(ask.tenant), 0) * block_bytes)
         return TenantOverLimit(
             f"{need}, and this tenant's requests leave {left} of what they may reserve together. {then}",
             retry_after_seconds=wait,

@@ -214,7 +214,7 @@ def test_the_largest_max_tokens_would_fit_and_one_more_would_not(
     for tokens, fits in ((ever, True), (ever + 1, False)):
         if 0 < tokens <= limit:
             blocks = sum(price.blocks for price in decision(tokens).prices)
-            assert (blocks <= dispatcher.admission.most_blocks(wanted.tenant)) is fits
+            assert (blocks <= dispatcher.admission.shares.most(wanted.tenant)) is fits
 
 
 @given(windows, st.integers(1, 5), asked)

@@ -12,9 +12,8 @@ from __future__ import annotations
 import random
 from collections import deque
 
-import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, precondition, rule
 
 from model_runner.core.admission import AdmissionController
 from model_runner.core.dispatcher import Dispatcher
@@ -34,6 +33,7 @@ from model_runner.messages import (
     encode,
 )
 from model_runner.types import FinishReason, SamplingParams
+from tests.model_runner.core.always_holds import AlwaysHolds
 from tests.model_runner.core.witnesses import (
     EOS,
     Client,
@@ -45,14 +45,12 @@ from tests.model_runner.core.witnesses import (
     what_was_finished_is_whole,
 )
 
-MAX_NUM_BATCHED_TOKENS, MAX_MODEL_LEN, MAX_QUEUE_REQUESTS, MAX_QUEUE_SECONDS = 9, 64, 4, 20.0
+MAX_NUM_BATCHED_TOKENS, MAX_MODEL_LEN, MAX_QUEUE_SECONDS = 9, 64, 20.0
 WINDOWS = st.sampled_from([None, 1, 5, 9])
 
 
-class TwoProcesses(RuleBasedStateMachine):
+class TwoProcesses(AlwaysHolds):
     """`engine` is None when there is none; `epoch` is that of the last one that was started."""
-
-    predictive = False
 
     @initialize(
         window=WINDOWS, num_blocks=st.integers(8, 40), max_num_seqs=st.integers(1, MAX_NUM_BATCHED_TOKENS)
@@ -65,7 +63,7 @@ class TwoProcesses(RuleBasedStateMachine):
         self.admission = AdmissionController(
             num_blocks=num_blocks,
             max_num_seqs=max_num_seqs,
-            max_queue_requests=MAX_QUEUE_REQUESTS,
+            max_queue_requests=self.max_queue_requests,
             max_queue_seconds=MAX_QUEUE_SECONDS,
             pace=Pace(decode_step_seconds=0.1, prefill_tokens_per_second=100.0),
             policy=self.make_policy(),
@@ -320,69 +318,6 @@ class TwoProcesses(RuleBasedStateMachine):
         self.death_noticed = False
         self.last_launched = 0  # by this engine's time
         self.dispatcher.engine_ready(self.epoch, self.now)
-
-    # ---- what always holds
-
-    def look(self) -> None:
-        self.the_ledger_is_the_sum_of_its_reservations()
-        self.no_request_holds_more_than_it_has_reserved()
-        self.every_request_ends_once()
-        self.byte_seconds_are_what_was_reserved()
-        self.the_queue_is_bounded_and_its_head_can_run()
-
-    @invariant()
-    def the_ledger_is_the_sum_of_its_reservations(self) -> None:
-        reservations = self.admission.reservations()
-        assert 0 <= self.admission.reserved_blocks == sum(reservations.values()) <= self.num_blocks
-        assert 0 <= self.admission.reserved_sequences <= self.max_num_seqs
-        assert bool(reservations) == bool(self.admission.reserved_sequences)
-
-    @invariant()
-    def no_request_holds_more_than_it_has_reserved(self) -> None:
-        if self.engine is None:
-            return
-        scheduler = self.engine.scheduler
-        leases = {request_id: request.lease for request_id, request in scheduler._requests.items()}
-        for lease in leases.values():
-            assert 0 <= lease.held <= lease.reserved + lease.borrowed
-        assert sum(lease.held for lease in leases.values()) == scheduler.pool.used
-        assert sum(lease.borrowed for lease in leases.values()) <= scheduler.headroom_blocks
-        assert scheduler.reserved_blocks <= self.num_blocks
-        if self.predictive:
-            return  # grants are the engine's: the ledger hears of them by and by
-        # What the engine has, the ledger has reserved, block for block: bytes are never given away twice.
-        reservations = self.admission.reservations()
-        for request_id, lease in leases.items():
-            assert reservations[request_id] == lease.reserved
-
-    @invariant()
-    def every_request_ends_once(self) -> None:
-        ended = sum(client.endings for client in self.clients)
-        assert ended == len(self.observer.endings) + len(self.unread)
-        assert self.observer.accepted == len(self.clients) == ended + self.dispatcher.num_live
-        for client in self.clients:
-            assert client.request.ended == bool(client.endings)
-
-    @invariant()
-    def byte_seconds_are_what_was_reserved(self) -> None:
-        held = sum(one.block_seconds(self.now) for one in self.admission.ledger.reservations.values())
-        assert held + self.observer.block_seconds(self.layout) == pytest.approx(self.reserved_block_seconds)
-
-    @invariant()
-    def the_queue_is_bounded_and_its_head_can_run(self) -> None:
-        queued = self.admission.queued_ask_ids(self.now)
-        again = sum(client.request.deaths > 0 for client in self.clients)
-        assert len(queued) <= MAX_QUEUE_REQUESTS + again
-        waiting = [c.request for c in self.clients if not c.request.ended and not c.request.running]
-        assert sorted(request.ask.ask_id for request in waiting) == sorted(queued)
-        assert self.admission.queued_blocks == sum(request.ask.blocks for request in waiting)
-        assert all(request.ask.blocks <= self.num_blocks for request in waiting)
-        if queued and not self.death_noticed and not self.predictive:
-            head = next(request for request in waiting if request.ask.ask_id == queued[0])
-            blocks_free = head.ask.blocks <= self.admission.free_blocks
-            places = min(head.ask.sequences, self.max_num_seqs)
-            places_free = self.admission.reserved_sequences + places <= self.max_num_seqs
-            assert not (blocks_free and places_free), "there is room, and the head of the queue waits"
 
     def teardown(self) -> None:
         """Let everything come to rest, and look at what is left."""
