@@ -50,7 +50,7 @@ def door_levels(dispatcher: Dispatcher, now: float) -> DoorLevels:
         policy="strict" if predictive is None else "predictive",
         predicted_peak_bytes=admission.predicted_peak_blocks * block_bytes,
         overflow_risk=None if predictive is None else predictive.risk.share,
-        margin_deviations=None if predictive is None else predictive.risk.z,
+        margin_deviations=None if predictive is None else predictive.margin_deviations,
         queue_lengths=admission.queue_lengths(),
         byte_seconds=byte_seconds,
     )

@@ -32,6 +32,7 @@ from model_runner.core.request import Request
 _TOKENS_PER_HELD_STEP = 8
 # Near the line a sequence takes a block only if so many are left for each of its seniors. The fewer are free,
 # the fewer go on, and the longer those do: someone's end comes before the last block more often than not.
+# A senior that comes to its limit before needs none, and if all may run to theirs, nobody is held at all.
 _BLOCKS_FOR_EACH_BEFORE = 1
 # After a preemption nobody is started again until this many steps' growth of all who run is free.
 _CALM_STEPS = 16
@@ -133,9 +134,15 @@ class Growth:
         others: Sequence[Request],
         preempt: Callable[[Request], None],
     ) -> list[Request]:
-        """There is too little for all of them. Returns those that may run."""
+        """There may be too little for all of them. Returns those that may run."""
+        to_come = {request.request_id: self._blocks_to_come(request) for request in [*candidates, *others]}
+        if sum(to_come.values()) <= self.free_blocks:
+            # The pool is enough even if everyone runs to the limit: there is nothing to be careful about.
+            self._tokens_lost = 0
+            self._grant_all(candidates, wanted)
+            return candidates
         candidates.sort(key=_seniority)
-        able = self._grant_by_seniority(candidates, wanted)
+        able = self._grant_by_seniority(candidates, wanted, to_come)
         self._tokens_lost += _TOKENS_PER_HELD_STEP * len(self.on_hold)
         holders = sorted([*candidates, *others], key=_seniority)
         while self.on_hold:
@@ -152,22 +159,27 @@ class Growth:
             candidates = [request for request in candidates if request is not victim]
             self._tokens_lost = 0
             self._calm_needed = True
-            able = self._grant_by_seniority(candidates, wanted)
+            able = self._grant_by_seniority(candidates, wanted, to_come)
         return able
 
-    def _grant_by_seniority(self, candidates: list[Request], wanted: dict[str, int]) -> list[Request]:
+    def _grant_by_seniority(
+        self, candidates: list[Request], wanted: dict[str, int], to_come: dict[str, int]
+    ) -> list[Request]:
+        """`to_come`: blocks that each may still want, from before this step."""
         able, self.on_hold = [], []
         before = 0
         for request in candidates:
-            blocks = wanted.get(request.request_id)
-            if blocks is None:
+            blocks = wanted.get(request.request_id, request.lease.reserved)
+            more = blocks - request.lease.reserved
+            left = to_come[request.request_id] - more
+            if more <= 0:
                 able.append(request)
-            elif blocks - request.lease.reserved + self._reserve(before) <= self.free_blocks:
+            elif more + before <= self.free_blocks:
                 self.grant(request, blocks)
                 able.append(request)
             else:
                 self.on_hold.append(request)
-            before += request.live_choices
+            before += min(self._reserve(request.live_choices), max(left, 0))
         return able
 
     def _grant_all(self, candidates: list[Request], wanted: dict[str, int]) -> None:
@@ -177,7 +189,7 @@ class Growth:
                 self.grant(request, blocks)
 
     def _reserve(self, sequences: int) -> int:
-        """Blocks to leave for so many sequences before it."""
+        """Blocks to leave for so many sequences, if they may still want them."""
         return _BLOCKS_FOR_EACH_BEFORE * sequences * len(self.layout.groups) if self._early else 0
 
     def _victim(self, holders: Sequence[Request]) -> Request | None:
@@ -212,6 +224,12 @@ class Growth:
                 blocks += groups
         # What the copies of a shared last block need was granted with the prompt.
         return max(blocks, request.lease.reserved) if shares else blocks
+
+    def _blocks_to_come(self, request: Request) -> int:
+        """What it may still want, at most: up to the limit of every live choice."""
+        prompt, limit = len(request.prompt_token_ids), request.max_output_tokens
+        lifetime = self.layout.request_blocks(prompt, limit, request.live_choices)
+        return max(lifetime - request.lease.reserved, 0)
 
     def _blocks_soon(self, running: Collection[Request]) -> int:
         growth = _CALM_STEPS * len(self.layout.groups) / self.layout.block_size

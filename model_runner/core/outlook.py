@@ -7,7 +7,8 @@ runs then (the length model). At a moment t steps ahead the sum of all has the
     variance   Σ p_i(t) · (1 - p_i(t)) · blocks_i(t)²        (lengths are independent)
 
 and is close to a normal distribution. The peak that is reckoned with is the highest mean + z · deviation over
-all moments: short answers have given their blocks back before long ones need them.
+all moments: short answers have given their blocks back before long ones need them. From one moment to the
+next, p is taken as it is at the first and the blocks as they are at the second: no peak hides in between.
 """
 
 from __future__ import annotations
@@ -115,10 +116,10 @@ class Outlook:
         moments = self._moments
         end = bisect_left(moments, left)  # it has ended by this one
         for index in range(end):
-            moment = at = moments[index]
-            if index == end - 1:
-                at = left - 1  # at its largest
-            position = (one.generated + moment) // STEP
+            # As if it ended only at the next moment, and had grown until then: what is between two moments is
+            # no more than that, whoever else ends or grows there.
+            at = min(moments[index + 1], left) - 1
+            position = (one.generated + moments[index]) // STEP
             p = exp(table[position if position < last else last] - now)
             if n == 1:
                 blocks = held[-(-(tokens + at) // block_size)]

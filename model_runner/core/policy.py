@@ -100,23 +100,39 @@ class OverflowRisk:
     distance is set by what did follow: each preemption widens it, each request that ends without one narrows
     it a little, in the proportion at which both balance at the stated share.
 
+    What a distance is worth depends on how many run. Among many somebody soon ends, and most crossings of the
+    line pass while the newest are held; among a few that is a long wait. So a crossing is taken to pass as
+    often as there are others to end, and what is learned is how far off that is.
+
     Source: H. Robbins and S. Monro, "A Stochastic Approximation Method" (1951), for a quantile.
     """
 
     _STEP = 0.25  # deviations for one preemption
-    _CROSSINGS = 42  # of the line, for one that leads to a preemption: the others pass while some are held
+    _CROSSINGS = 42  # of the line, at most, for one that leads to a preemption; as many as run, if fewer do
     _LEAST, _MOST = 0.25, 6.0
 
     def __init__(self, share: float) -> None:
         """`share` lies between 0 and 1, both excluded."""
         self.share = share
-        self.z = NormalDist().inv_cdf(1.0 - min(self._CROSSINGS * share, 0.4))
+        self._learned = 0.0  # deviations, beyond what is expected
+        expected = (1.0 - min(crossings * share, 0.4) for crossings in range(1, self._CROSSINGS + 1))
+        self._expected = [NormalDist().inv_cdf(quantile) for quantile in expected]
+
+    def deviations(self, running: int) -> float:
+        """To keep from the line while so many run."""
+        expected = self._expected[min(max(running, 1), self._CROSSINGS) - 1]
+        return min(max(expected + self._learned, self._LEAST), self._MOST)
 
     def preempted(self) -> None:
-        self.z = min(self.z + self._STEP * (1.0 - self.share), self._MOST)
+        self._learn(1.0 - self.share)
 
     def ended(self) -> None:
-        self.z = max(self.z - self._STEP * self.share, self._LEAST)
+        self._learn(-self.share)
+
+    def _learn(self, part: float) -> None:
+        # No further than from the closest distance to the widest, whatever number runs.
+        low, high = self._LEAST - self._expected[0], self._MOST - self._expected[-1]
+        self._learned = min(max(self._learned + self._STEP * part, low), high)
 
 
 class Predictive:
@@ -138,7 +154,12 @@ class Predictive:
     def predicted_peak_blocks(self) -> float:
         """The peak in time to come that is passed only with the stated risk."""
         self._look_again()
-        return self._outlook.peak(self.risk.z)
+        return self._outlook.peak(self.margin_deviations)
+
+    @property
+    def margin_deviations(self) -> float:
+        """That are kept from the line now."""
+        return self.risk.deviations(len(self._running))
 
     def fits(self, parts: Sequence[Part], free_blocks: int) -> bool:
         if not self._running:
@@ -147,7 +168,8 @@ class Predictive:
         asked = tuple(parts)
         if asked in self._refused:
             return False
-        peak = self._outlook.peak(self.risk.z, [self._arriving(part) for part in parts])
+        deviations = self.risk.deviations(len(self._running) + len(parts))
+        peak = self._outlook.peak(deviations, [self._arriving(part) for part in parts])
         if peak > self.num_blocks:
             self._refused.add(asked)
             return False

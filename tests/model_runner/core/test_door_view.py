@@ -123,7 +123,7 @@ def test_a_foreseen_peak_is_a_reason_while_much_is_free() -> None:
     assert levels.policy == "predictive"
     assert 0 < levels.predicted_peak_bytes <= 20 * LAYOUT.block_bytes
     assert levels.overflow_risk == 0.01
-    assert levels.margin_deviations == house.dispatcher.admission.policy.risk.z
+    assert levels.margin_deviations == house.dispatcher.admission.policy.margin_deviations
     assert house.dispatcher.admission.reserved_blocks == 0
 
 

@@ -56,6 +56,19 @@ def test_the_senior_grows_and_the_newest_is_held_until_a_block_is_back() -> None
     assert not any(result.preempted for result in results)
 
 
+def test_nobody_is_held_where_everyone_can_run_to_the_limit() -> None:
+    """The pool is their lifetimes' to the block: the last ones are taken without a thought for seniors."""
+    engine = Engine(block_size=4, num_blocks=22, max_num_batched_tokens=100, grows=True)
+    engine.ask("senior", range(38), max_tokens=7)
+    engine.ask("junior", range(38), max_tokens=7)
+    held, used = [], 0
+    while (result := engine.step()) is not None:
+        held.append(result.held_sequences)
+        used = max(used, engine.scheduler.reserved_blocks)
+    assert not any(held)
+    assert used == 22
+
+
 def test_the_newest_is_preempted_when_nobody_else_could_go_on_and_goes_on_from_its_tokens() -> None:
     # Both stand at a block's edge in the same step, and nothing is free: only preemption helps.
     engine = Engine(block_size=4, num_blocks=4, grows=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from statistics import NormalDist
 
 import pytest
 from hypothesis import given
@@ -97,7 +98,7 @@ def test_the_distance_balances_at_the_stated_share() -> None:
     risk = OverflowRisk(0.02)
     preempted = 0
     for request in range(60_000):
-        if dice.random() < 0.2 * 2.0 ** (-risk.z * 2):
+        if dice.random() < 0.2 * 2.0 ** (-risk.deviations(100) * 2):
             risk.preempted()
             preempted += request >= 10_000
         risk.ended()
@@ -109,8 +110,19 @@ def test_the_distance_has_bounds() -> None:
     for _ in range(10_000):
         reckless.ended()
         scared.preempted()
-    assert 0 < reckless.z < 1
-    assert scared.z <= 6.0
+    assert 0 < reckless.deviations(1) < 1
+    assert scared.deviations(1) <= 6.0
+
+
+def test_the_fewer_run_the_farther_from_the_line() -> None:
+    """Among a few, nobody ends soon: what crosses the line then leads to a preemption more often."""
+    risk = OverflowRisk(0.0025)
+    distances = [risk.deviations(running) for running in range(1, 60)]
+    assert distances == sorted(distances, reverse=True)
+    assert distances[0] == pytest.approx(NormalDist().inv_cdf(1 - 0.0025))
+    before = risk.deviations(5)
+    risk.preempted()
+    assert risk.deviations(5) > before
 
 
 @given(
@@ -138,3 +150,23 @@ def test_the_peak_lies_between_what_is_held_and_what_might_be(
     for number in range(len(running)):
         outlook.remove(str(number))
     assert outlook.peak(z) == pytest.approx(0.0, abs=1e-6)
+
+
+@given(
+    rows=st.lists(
+        st.tuples(st.integers(1, 300), st.integers(0, 80), st.integers(1, 200)), min_size=1, max_size=6
+    )
+)
+def test_no_peak_hides_between_the_moments_looked_at(rows: list[tuple[int, int, int]]) -> None:
+    """Where everyone is taken to run to the limit, the peak is what it would be, or more."""
+    lengths = Lengths(LIMIT)
+    running = [Running(prompt, made, made + left, 1, lengths.of(prompt)) for prompt, made, left in rows]
+    really = max(
+        sum(
+            LAYOUT.request_blocks(one.prompt_tokens, one.generated + ahead + 1)
+            for one in running
+            if one.generated + ahead < one.max_tokens
+        )
+        for ahead in range(200)
+    )
+    assert Outlook(LAYOUT, LIMIT).peak(0.0, running) >= really - 1e-6
