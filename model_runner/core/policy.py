@@ -120,19 +120,24 @@ class OverflowRisk:
 
     def deviations(self, running: int) -> float:
         """To keep from the line while so many run."""
-        expected = self._expected[min(max(running, 1), self._CROSSINGS) - 1]
-        return min(max(expected + self._learned, self._LEAST), self._MOST)
+        return min(max(self._expect(running) + self._learned, self._LEAST), self._MOST)
 
-    def preempted(self) -> None:
-        self._learn(1.0 - self.share)
+    def preempted(self, running: int) -> None:
+        """One, while so many ran."""
+        self._learn(1.0 - self.share, running)
 
-    def ended(self) -> None:
-        self._learn(-self.share)
+    def ended(self, running: int) -> None:
+        """One, whether it had been preempted or not."""
+        self._learn(-self.share, running)
 
-    def _learn(self, part: float) -> None:
-        # No further than from the closest distance to the widest, whatever number runs.
-        low, high = self._LEAST - self._expected[0], self._MOST - self._expected[-1]
+    def _learn(self, part: float, running: int) -> None:
+        # No further than the distance follows, or it would have to be unlearned before anything happened.
+        expected = self._expect(running)
+        low, high = self._LEAST - expected, self._MOST - expected
         self._learned = min(max(self._learned + self._STEP * part, low), high)
+
+    def _expect(self, running: int) -> float:
+        return self._expected[min(max(running, 1), self._CROSSINGS) - 1]
 
 
 class Predictive:
@@ -200,11 +205,11 @@ class Predictive:
 
     def left(self, part_id: str) -> None:
         self.ending(part_id)
-        self.risk.ended()
+        self.risk.ended(len(self._running))
 
     def preempted(self, requests: int) -> None:
         for _ in range(requests):
-            self.risk.preempted()
+            self.risk.preempted(len(self._running))
 
     def footprint(self, part: Part, generated_tokens: int) -> float:
         lengths = self.lengths.of(part.prompt_tokens, part.tenant)

@@ -17,9 +17,8 @@ from tests.e2e.server import Server, eventually, serving
 
 BUDGET = ("--kv-cache-memory", "64MiB", "--max-model-len", "auto")
 LONG = {"prompt": "Count for ever: one, two,", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
-LARGE = (
-    2400  # tokens: not even one such request fits beside a LONG one, and each ends soon by its stop string
-)
+# max_tokens with which not even one request fits beside a LONG one. Each ends soon by its stop string.
+LARGE = 2400
 
 
 @pytest.fixture

@@ -99,17 +99,17 @@ def test_the_distance_balances_at_the_stated_share() -> None:
     preempted = 0
     for request in range(60_000):
         if dice.random() < 0.2 * 2.0 ** (-risk.deviations(100) * 2):
-            risk.preempted()
+            risk.preempted(100)
             preempted += request >= 10_000
-        risk.ended()
+        risk.ended(100)
     assert preempted / 50_000 == pytest.approx(0.02, rel=0.15)
 
 
 def test_the_distance_has_bounds() -> None:
     reckless, scared = OverflowRisk(0.5), OverflowRisk(0.0001)
     for _ in range(10_000):
-        reckless.ended()
-        scared.preempted()
+        reckless.ended(1)
+        scared.preempted(1)
     assert 0 < reckless.deviations(1) < 1
     assert scared.deviations(1) <= 6.0
 
@@ -121,8 +121,18 @@ def test_the_fewer_run_the_farther_from_the_line() -> None:
     assert distances == sorted(distances, reverse=True)
     assert distances[0] == pytest.approx(NormalDist().inv_cdf(1 - 0.0025))
     before = risk.deviations(5)
-    risk.preempted()
+    risk.preempted(5)
     assert risk.deviations(5) > before
+
+
+def test_a_bound_that_was_reached_is_left_at_once() -> None:
+    """What lies past the bound was never kept, and need not be unlearned."""
+    risk = OverflowRisk(0.0025)
+    for _ in range(20_000):
+        risk.ended(100)
+    least = risk.deviations(100)
+    risk.preempted(100)
+    assert risk.deviations(100) == pytest.approx(least + 0.25, abs=0.001)
 
 
 @given(
