@@ -159,9 +159,10 @@ class AdmissionController:
         if isinstance(decision, Admitted):
             self._reserve(ask, now)
         elif isinstance(decision, Queued):
+            turn = self._queue.turn_of_next(ask.tenant, ask.priority)
             self._queue.push(self._waiting(ask, now))
             self.queued_blocks += ask.blocks
-            self._waits.joined(ask)
+            self._waits.joined(ask, turn)
         if not isinstance(decision, Rejected):
             self.shares.take(ask.tenant, ask.blocks)
         return decision
@@ -190,10 +191,15 @@ class AdmissionController:
         return self._open and not self._queue and self.ledger.has_places(sequences)
 
     def predict_wait(self, ask: Ask, now: float) -> float:
-        """Seconds until there would be room for `ask` behind all who wait now."""
-        queue = (waiting.ask for waiting in self._queue.in_turn(now))
+        """Seconds until there would be room for `ask`, behind those of whom it would be the turn before."""
+        queue = ((turn, waiting.ask) for turn, waiting in self._queue.turns(now))
         return self._waits.predict(
-            ask, queue, num_waiting=len(self._queue), free_blocks=self.free_blocks, now=now
+            ask,
+            self._queue.turn_of_next(ask.tenant, ask.priority),
+            queue,
+            num_waiting=len(self._queue),
+            free_blocks=self.free_blocks,
+            now=now,
         )
 
     def predict_tokens(self, ask: Ask) -> float:

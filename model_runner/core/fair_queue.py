@@ -46,13 +46,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from math import inf, isfinite
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 from model_runner.core.tenants import Tenants
 
 AskT = TypeVar("AskT")
 
+# (class, start in virtual time): the smaller comes first.
+Turn: TypeAlias = tuple[float, float]
+
 _FEWEST_LINES_SWEPT = 64
+_AT_THE_FRONT: Turn = (-inf, 0.0)
 
 
 @dataclass(slots=True, eq=False)
@@ -92,6 +96,7 @@ class _Line(Generic[AskT]):
     clock: float
     tick: int  # when it came to this clock: of two tenants at one time, who has stood there longer goes first
     lanes: dict[int, OrderedDict[str, Waiting[AskT]]] = field(default_factory=dict)  # by priority; none empty
+    costs: dict[int, float] = field(default_factory=dict)  # of each lane, together
 
 
 class FairQueue(Generic[AskT]):
@@ -155,6 +160,7 @@ class FairQueue(Generic[AskT]):
         if lane is None:
             lane = line.lanes[waiting.priority] = OrderedDict()
         lane[waiting.ask_id] = waiting
+        line.costs[waiting.priority] = line.costs.get(waiting.priority, 0.0) + waiting.cost
         self._priorities[waiting.priority] = self._priorities.get(waiting.priority, 0) + 1
 
     def push_front(self, waitings: Sequence[Waiting[AskT]]) -> None:
@@ -180,7 +186,20 @@ class FairQueue(Generic[AskT]):
     def in_turn(self, now: float) -> Iterator[Waiting[AskT]]:
         """Everybody, lazily, in the order in which they would be let in if each were charged what it is
         predicted to cost, and neither the time nor the most urgent priority changed."""
-        yield from self._front.values()
+        return (waiting for _, waiting in self.turns(now))
+
+    def turn_of_next(self, tenant: str, priority: int) -> Turn:
+        """Of a request that comes now: after those that wait with the same turn. What age has done for the
+        tenant's own less urgent ones is left out."""
+        line = self._lines.get(tenant)
+        start = self.clock_of(tenant)
+        if line is not None:
+            start += sum(cost for of, cost in line.costs.items() if of <= priority) / line.weight
+        return priority, start
+
+    def turns(self, now: float) -> Iterator[tuple[Turn, Waiting[AskT]]]:
+        """As `in_turn`, with the turn of each; turns never fall."""
+        yield from ((_AT_THE_FRONT, waiting) for waiting in self._front.values())
         if not self._ranks:
             return
         top = min(self._priorities)
@@ -190,13 +209,13 @@ class FairQueue(Generic[AskT]):
         fresh = next(ranked, None)
         while begun or fresh is not None:
             if fresh is None or (begun and begun[0][:3] < fresh[:3]):
-                _, start, _, waiting, rest, weight = heapq.heappop(begun)
+                urgency, start, _, waiting, rest, weight = heapq.heappop(begun)
             else:
-                _, start, _, line = fresh
+                urgency, start, _, line = fresh
                 rest, weight = self._line_in_turn(line, now, top), line.weight
                 waiting = next(rest)
                 fresh = next(ranked, None)
-            yield waiting
+            yield (urgency, start), waiting
             clock = max(clock, start)
             following = next(rest, None)
             if following is not None:
@@ -326,8 +345,9 @@ class FairQueue(Generic[AskT]):
             line = self._lines[tenant]
             lane = line.lanes[waiting.priority]
             del lane[ask_id]
+            line.costs[waiting.priority] -= waiting.cost
             if not lane:
-                del line.lanes[waiting.priority]
+                del line.lanes[waiting.priority], line.costs[waiting.priority]
             if not line.lanes:
                 self._unrank(line)
                 if line.clock <= self._clock:

@@ -117,9 +117,9 @@ def tell_of_retries(sent: Iterable[Sent]) -> None:
     near = sum(each <= 0.25 for each in off) / len(off)
     never = sum(one.room_after is None for one in watched)
     print(
-        f"Retry-After, of {len(watched)} watched: told {told:.1f} s, room after {room:.1f} s (medians); off by "
-        f"{statistics.median(off):.0%} in the median; {near:.0%} of them by a quarter at most; no room within "
-        f"{WATCH_SECONDS:.0f} s: {never}",
+        f"Retry-After, of {len(watched)} watched: told {told:.1f} s, room after {room:.1f} s (medians); "
+        f"off by {statistics.median(off):.0%} in the median; {near:.0%} of them by a quarter at most; "
+        f"no room within {WATCH_SECONDS:.0f} s: {never}",
         flush=True,
     )
 

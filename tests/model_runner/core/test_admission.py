@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from model_runner.core.forecast import Forecast
 from model_runner.core.ledger import Ask
 from model_runner.core.pace import Pace
 from model_runner.core.policy import Part
+from model_runner.core.tenants import DEFAULT_TENANT
 from model_runner.errors import Reason
 from model_runner.types import StepStats
 
@@ -36,14 +38,20 @@ def door(
 
 
 def ask(
-    *blocks: int, sequences: int = 1, prompt_tokens: int = 10, max_tokens: int = 10, name: str = ""
+    *blocks: int,
+    sequences: int = 1,
+    prompt_tokens: int = 10,
+    max_tokens: int = 10,
+    name: str = "",
+    tenant: str = DEFAULT_TENANT,
+    priority: int = 0,
 ) -> Ask:
     name = name or f"a{next(_ids)}"
     parts = [
         Part(f"{name}-{index}", part_blocks, sequences, prompt_tokens, max_tokens)
         for index, part_blocks in enumerate(blocks)
     ]
-    return Ask(name, tuple(parts))
+    return Ask(name, tuple(parts), tenant=tenant, priority=priority)
 
 
 def test_room_is_admitted_no_room_is_queued_and_too_much_is_rejected() -> None:
@@ -281,3 +289,35 @@ def test_a_judgement_is_what_the_decision_then_is_and_leaves_no_trace(
         else:
             now += amount
             controller.expire(now)
+
+
+def seconds(decision: object) -> float:
+    assert isinstance(decision, Queued)
+    return decision.predicted_wait_seconds
+
+
+@pytest.mark.parametrize("other", [{"tenant": "quiet"}, {"priority": -1}])
+def test_who_comes_before_others_is_foreseen_before_them(other: dict[str, Any]) -> None:
+    """A flood of one tenant's requests, each as large as the cache, and one whose turn comes soon."""
+    controller = door(max_queue_requests=50)
+    flood = [ask(10, tenant="loud") for _ in range(12)]
+    controller.decide(flood[0], 0)
+    waits = [seconds(controller.decide(each, 0)) for each in flood[1:]]
+    assert waits == sorted(waits)
+    # Of two at one virtual time, who has stood there longer goes first; who is more urgent goes before both.
+    place = 1 if "tenant" in other else 0
+    mine = ask(10, **other)
+    assert controller.predict_wait(mine, 0) == pytest.approx(waits[place])
+    assert seconds(controller.decide(mine, 0)) == pytest.approx(waits[place])
+    # The others have moved back by one.
+    assert seconds(controller.decide(ask(10, tenant="loud"), 0)) > waits[-1] + 1
+    assert controller.queued_ask_ids(0).index(mine.ask_id) == place
+
+
+def test_a_flood_does_not_shut_the_door_on_a_quiet_tenant() -> None:
+    controller = door(max_queue_requests=50, max_queue_seconds=5.0)
+    decisions = [controller.decide(ask(10, tenant="loud"), 0) for _ in range(12)]
+    refused = decisions[-1]
+    assert isinstance(refused, Rejected)
+    assert refused.reason is Reason.WAIT_TOO_LONG
+    assert isinstance(controller.decide(ask(10, tenant="quiet"), 0), Queued)

@@ -195,3 +195,26 @@ def test_names_without_end_leave_nothing_behind() -> None:
             q.remove(next(iter(q.in_turn(0))).ask_id)
             q.push(wait("stays", cost=0.001))
         assert len(q._lines) < 300
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 2), st.integers(1, 9)), max_size=12),
+    st.integers(0, 4),
+    st.sampled_from("abcd"),
+    st.integers(-1, 3),
+)
+def test_the_turn_of_the_next_is_the_one_it_then_has(
+    coming: list[tuple[str, int, int]], taken: int, tenant: str, priority: int
+) -> None:
+    q = filled((wait(of, priority=p, cost=cost) for of, p, cost in coming), {"a": 1, "b": 2, "c": 4, "d": 8})
+    for _ in range(min(taken, len(q))):
+        take_head(q)
+    turns = [turn for turn, _ in q.turns(0)]
+    assert turns == sorted(turns)
+    foreseen = q.turn_of_next(tenant, priority)
+    next_one = wait(tenant, priority=priority)
+    q.push(next_one)
+    turn = next(turn for turn, waiting in q.turns(0) if waiting is next_one)
+    assert turn[0] == foreseen[0]
+    # Others may go on to a less urgent class with the queue's clock, but never to an earlier time.
+    assert turn[1] == foreseen[1] or (turn[1] > foreseen[1] and len(set(q._priorities)) > 1)
