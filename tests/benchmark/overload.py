@@ -31,7 +31,8 @@ OPTIONS = (
     *("--kv-cache-memory", "64MiB", "--max-model-len", "auto", "--admission", "predictive"),
     *("--max-queue-seconds", f"{PATIENCE}s", "--tenant-header", "x-tenant"),
 )
-CLIENTS = 16  # of the closed loop: more than fit
+# Of the closed loop: more than fit, and so few that hardly one is refused and stays away for a while.
+CLIENTS = 11
 WARM_SECONDS, CAPACITY_SECONDS, BURST_SECONDS = 30.0, 40.0, 20.0
 WATCH_SECONDS = 60.0
 ALLOWED = {(200, None), (429, "wait_too_long"), (429, "queue_full"), (504, "queue_timeout")}
@@ -94,20 +95,24 @@ def tell(name: str, phase: Phase) -> None:
     )
 
 
-def tell_of_overload(server: Server, rate: float, rng: random.Random, seconds: float) -> None:
+def tell_of_overload(
+    server: Server, rate: float, saturated: float, rng: random.Random, seconds: float
+) -> None:
+    """`saturated`: tokens a second of the closed loop, which is never idle as Poisson arrivals are at 1 x."""
     url = server.url
     once = measured(server, seconds, open_loop(url, [(seconds, rate)], rng))
     tell("1 x", once)
     many = open_loop(url, [(seconds, 3 * rate)], rng, watch_seconds=WATCH_SECONDS)
     thrice = measured(server, seconds, many)
     tell("3 x", thrice)
-    ratio = thrice.tokens_per_second / once.tokens_per_second
-    print(f"tokens/s at 3 x, of those at 1 x: {ratio:.2f} (at least 0.95)")
+    ratio = thrice.tokens_per_second / max(once.tokens_per_second, saturated)
+    print(f"tokens/s at 3 x, of the most at 1 x or in the closed loop: {ratio:.2f} (at least 0.95)")
     tell_of_retries(thrice.sent)
 
 
 def tell_of_retries(sent: Iterable[Sent]) -> None:
-    """Where no room came while it was watched, it is taken to have come at the end of that time."""
+    """Room is where a check lets it in or has it queued. Where none came while it was watched, it is taken to
+    have come at the end of that time."""
     watched = [one for one in sent if one.watched and one.retry_after is not None]
     if not watched:
         return
@@ -171,7 +176,7 @@ def main() -> None:
         until = capacity.began + CAPACITY_SECONDS
         rate = sum(one.completed and one.ended_at <= until for one in capacity.sent) / CAPACITY_SECONDS
         print(f"capacity: {rate:.2f} requests/s", flush=True)
-        tell_of_overload(server, rate, rng, options.seconds)
+        tell_of_overload(server, rate, capacity.tokens_per_second, rng, options.seconds)
         tell_of_a_burst(server, rate, rng)
         tell_of_two_tenants(server, rate, rng, options.seconds)
 
