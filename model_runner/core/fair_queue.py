@@ -192,10 +192,12 @@ class FairQueue(Generic[AskT]):
         """Of a request that comes now: after those that wait with the same turn. What age has done for the
         tenant's own less urgent ones is left out."""
         line = self._lines.get(tenant)
-        start = self.clock_of(tenant)
-        if line is not None:
-            start += sum(cost for of, cost in line.costs.items() if of <= priority) / line.weight
-        return priority, start
+        if line is None or not line.lanes:
+            return priority, self.clock_of(tenant)
+        before = [cost for of, cost in line.costs.items() if of <= priority]
+        if not before:  # a line that waits keeps its place, though the queue's clock has gone on in other classes
+            return priority, line.clock
+        return priority, max(line.clock, self._clock) + sum(before) / line.weight
 
     def turns(self, now: float) -> Iterator[tuple[Turn, Waiting[AskT]]]:
         """As `in_turn`, with the turn of each; turns never fall."""
