@@ -195,7 +195,7 @@ class FairQueue(Generic[AskT]):
         if line is None or not line.lanes:
             return priority, self.clock_of(tenant)
         before = [cost for of, cost in line.costs.items() if of <= priority]
-        if not before:  # a line that waits keeps its place, though the queue's clock has gone on in other classes
+        if not before:  # a line that waits keeps its place, though the queue's clock went on elsewhere
             return priority, line.clock
         return priority, max(line.clock, self._clock) + sum(before) / line.weight
 
